@@ -28,6 +28,7 @@ from dflop.plan import Plan
 from dflop.schedule import MEMORY_CATEGORIES, Assignment, Pricer, StepSchedule, tensor_bytes
 from dflop.shapes import SampleShapes
 from dflop.step import Node, Op, Program, StepInstructions, make_program
+from dflop.step.nodes import worker_of
 from dflop.step.run import run_instructions
 from dflop.train.feed import samples_of
 from dflop.train.node_work import make_works
@@ -77,9 +78,7 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
         rank = program.workers[int(sum(held.values()).argmax())].first_rank
     elif not 0 <= rank < plan.world_size:
         raise UserError(f"rank {rank}: the plan has ranks 0 to {plan.world_size - 1}")
-    (place,) = (
-        index for index, worker in enumerate(program.workers) if 0 <= rank - worker.first_rank < worker.num_ranks
-    )
+    place = worker_of(program.workers, rank)
     dtype = COMPUTES_IN[config.train.precision]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:

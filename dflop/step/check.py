@@ -1,12 +1,11 @@
-"""The check that a program can be run: everything once, transfers that match, no deadlock, bounded memory.
+"""The check that a program can be run: everything once and in order, no deadlock, bounded memory."""
 
-It executes the instruction lists as the trainer does, but without computing. A send never waits. A receive waits for
-its message. Messages between two workers over one channel (see `routes`) arrive in the order in which they were sent,
-as with NCCL.
-"""
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+import numpy as np
 
 from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
@@ -14,11 +13,10 @@ from dflop.plan.schedules import SCHEDULES
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.step.instructions import Instruction, Op, Program
 from dflop.step.nodes import StageReplicas, stages_of
-from dflop.step.routes import Route, make_routes
+from dflop.step.routes import make_routes
+from dflop.step.streams import unfinished
 
 __all__ = ["check_program", "most_in_flight"]
-
-_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
 
 def check_program(plan: Plan, program: Program, trained: TrainedSet = EVERYTHING) -> None:
@@ -27,14 +25,19 @@ def check_program(plan: Plan, program: Program, trained: TrainedSet = EVERYTHING
     Raises:
         ValueError: naming what is wrong, and the node or worker.
     """
-    _check_that_nodes_do_everything_once(program, trained)
-    _carry_out(program, trained)
+    ends = _message_ends(program, trained)
+    for worker in range(len(program.workers)):
+        _check_list(program, worker, ends[worker], trained)
+    _check_that_both_ends_agree(program)
+    # Streams that share one queue end only if they end in queues of their own.
+    for worker, item in unfinished(program, num_queues=1).items():
+        raise ValueError(f"worker {worker} waits for ever at {item}: a deadlock")
     for stage in stages_of(plan):
         bound = most_in_flight(plan, stage)
         for replica in range(stage.dp):
             worker = stage.first_worker + replica * stage.span
-            own = {node for node in program.workers[worker].nodes if program.nodes[node].module == stage.module}
-            held = _in_flight(program.instructions[worker], own)
+            nodes = {node for node in program.workers[worker].nodes if program.nodes[node].module == stage.module}
+            held = _in_flight(program.instructions[worker], nodes)
             if held > bound:
                 raise ValueError(
                     f"worker {worker} holds activations of {held} microbatches of {stage.module}, more than {bound}"
@@ -61,143 +64,93 @@ def most_in_flight(plan: Plan, stage: StageReplicas) -> int:
     return min(count, bound)
 
 
-def _check_that_nodes_do_everything_once(program: Program, trained: TrainedSet) -> None:
-    for index, worker in enumerate(program.workers):
-        for node in worker.nodes:
-            own = [item for item in program.instructions[index] if item.node == node]
-            place = {(item.op, item.microbatch): number for number, item in enumerate(own) if item.edge < 0}
-            expected = {(op, microbatch) for op in _passes(program.nodes[node].module, trained)
-                        for microbatch in range(program.num_microbatches)}  # fmt: skip
-            num_computed = sum(item.edge < 0 for item in own)
-            if set(place) != expected | {(Op.SYNC_GRADIENTS, -1)} or num_computed != len(place):
-                raise ValueError(f"node {node} on worker {index} does not do every microbatch once in each direction")
-            for item in own:
-                _check_place(item, place, node)
+class _End(NamedTuple):
+    """A worker's end of the messages over an edge: the node that it carries there, and what it does for a message."""
+
+    node: int
+    edge: int
+    is_forward: bool
+    ops: tuple[Op, ...]
 
 
-def _passes(module: str, trained: TrainedSet) -> tuple[Op, ...]:
-    return (Op.FORWARD, Op.BACKWARD) if trained.has_backward(module) else (Op.FORWARD,)
+_SENDS = {True: (Op.SEND_FORWARD,), False: (Op.SEND_BACKWARD,)}
+_RECEIVES = {True: (Op.RECV_FORWARD, Op.WAIT_FORWARD), False: (Op.RECV_BACKWARD, Op.WAIT_BACKWARD)}
 
 
-def _check_place(item: Instruction, place: dict[tuple[Op, int], int], node: int) -> None:
-    """Check that a node computes a microbatch's forward before its backward, and syncs last."""
-    if item.op not in (Op.FORWARD, Op.BACKWARD):
-        return
-    number = place[item.op, item.microbatch]
-    if place[Op.FORWARD, item.microbatch] > number:
-        raise ValueError(f"node {node}: {item} stands before what it needs")
-    if number > place[Op.SYNC_GRADIENTS, -1]:
-        raise ValueError(f"node {node}: {item} stands behind the gradient sync")
+def _message_ends(program: Program, trained: TrainedSet) -> dict[int, list[_End]]:
+    """Each worker's ends, by the routes of messages."""
+    routes, ends = make_routes(program.workers, program.edges), defaultdict(list)
+    for number, edge in enumerate(program.edges):
+        for is_forward, maker, taker in ((True, edge.source, edge.target), (False, edge.target, edge.source)):
+            if is_forward or trained.has_backward(program.nodes[edge.source].module):
+                for sender in {route.sender for route in routes.of(number, is_forward)}:
+                    ends[sender].append(_End(maker, number, is_forward, _SENDS[is_forward]))
+                for route in routes.of(number, is_forward):
+                    ends[route.receiver].append(_End(taker, number, is_forward, _RECEIVES[is_forward]))
+    return ends
 
 
-def _carry_out(program: Program, trained: TrainedSet) -> None:
-    """Execute all workers' lists side by side, without computing."""
-    carriers: dict[int, list[int]] = defaultdict(list)
-    for index, worker in enumerate(program.workers):
-        for node in worker.nodes:
-            carriers[node].append(index)
-    world = _World(program, trained)
-    done = [0] * len(program.workers)
-    moved = True
-    while moved:
-        moved = False
-        for index, items in enumerate(program.instructions):
-            while done[index] < len(items):
-                item = items[done[index]]
-                # A transfer is a worker's own; all of a node's workers compute together.
-                together = [index] if item.edge >= 0 else carriers[item.node]
-                if any(_next(program, other, done) != item for other in together):
-                    break
-                if not world.carry_out(item, together):
-                    break
-                for other in together:
-                    done[other] += 1
-                moved = True
-    for index, items in enumerate(program.instructions):
-        if done[index] < len(items):
-            raise ValueError(f"worker {index} waits for ever at {items[done[index]]}: a deadlock")
-    world.check_that_all_mail_is_taken()
-
-
-def _next(program: Program, worker: int, done: list[int]) -> Instruction | None:
+def _check_list(program: Program, worker: int, ends: list[_End], trained: TrainedSet) -> None:
+    """Check that a worker does everything once, and nothing before what it needs."""
     items = program.instructions[worker]
-    return items[done[worker]] if done[worker] < len(items) else None
+    expected = {Instruction(Op.SYNC_GRADIENTS, node) for node in program.workers[worker].nodes}
+    for microbatch in range(program.num_microbatches):
+        for node in program.workers[worker].nodes:
+            expected.add(Instruction(Op.FORWARD, node, microbatch))
+            if trained.has_backward(program.nodes[node].module):
+                expected.add(Instruction(Op.BACKWARD, node, microbatch))
+        expected |= {Instruction(op, end.node, microbatch, end.edge) for end in ends for op in end.ops}
+    done = Counter(replace(item, place=-1) for item in items)
+    for item in [*done, *expected]:
+        if done[item] != (item in expected):
+            raise ValueError(f"worker {worker} does {item} {done[item]} times, not {int(item in expected)} times")
+    place = {replace(item, place=-1): number for number, item in enumerate(items)}
+    for item in expected:
+        for before in _before(item, ends):
+            if place[before] > place[item]:
+                raise ValueError(f"worker {worker}: {item} stands before {before}, which it needs")
+        if item.edge < 0 and place[item] > place[Instruction(Op.SYNC_GRADIENTS, item.node)]:
+            raise ValueError(f"worker {worker}: {item} stands behind the gradient sync")
 
 
-class _World:
-    """What was computed, sent and received so far."""
+def _before(item: Instruction, ends: list[_End]) -> Iterator[Instruction]:
+    """What must stand before an instruction in its worker's list."""
+    node, microbatch, is_forward = item.node, item.microbatch, item.op.is_forward
+    if item.op.is_send:
+        yield Instruction(Op.FORWARD if is_forward else Op.BACKWARD, node, microbatch)
+    elif item.op.is_wait:
+        yield Instruction(Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD, node, microbatch, item.edge)
+    elif item.op in (Op.FORWARD, Op.BACKWARD):
+        if not is_forward:
+            yield Instruction(Op.FORWARD, node, microbatch)
+        for end in ends:
+            if end.node == node and end.is_forward == is_forward and end.ops is _RECEIVES[is_forward]:
+                yield Instruction(end.ops[-1], node, microbatch, end.edge)
 
-    def __init__(self, program: Program, trained: TrainedSet) -> None:
-        self._edges, self._routes = program.edges, make_routes(program.workers, program.edges)
-        # The edges whose messages a worker must have received before a computation: forward and backward, by node.
-        self._needed: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
-        for number, edge in enumerate(program.edges):
-            for route in self._routes.of(number, True):
-                self._needed[True, edge.target, route.receiver].append(number)
-            if trained.has_backward(program.nodes[edge.source].module):
-                for route in self._routes.of(number, False):
-                    self._needed[False, edge.source, route.receiver].append(number)
-        self._mail: dict[Route, deque[tuple[int, int]]] = defaultdict(deque)
-        self._received: set[tuple[bool, int, int, int]] = set()
-        self._made: set[tuple[bool, int, int]] = set()
 
-    def carry_out(self, item: Instruction, workers: Sequence[int]) -> bool:
-        """Execute a computation of these workers together, or a transfer of one worker; False while its message is
-        missing."""
-        forward = item.op.is_forward
-        if item.edge >= 0:
-            (worker,) = workers
-            if item.op in _SENDS:
-                self._send(item, worker)
-                return True
-            return self._receive(item, worker)
-        if item.op in (Op.FORWARD, Op.BACKWARD):
-            for worker in workers:
-                for edge in self._needed[forward, item.node, worker]:
-                    if (forward, edge, item.microbatch, worker) not in self._received:
-                        raise ValueError(f"{item} is computed before edge {edge} is received")
-            self._made.add((forward, item.node, item.microbatch))
-        return True
-
-    def _send(self, item: Instruction, worker: int) -> None:
-        forward, edge = item.op.is_forward, self._edges[item.edge]
-        maker = edge.source if forward else edge.target
-        routes = [route for route in self._routes.of(item.edge, forward) if route.sender == worker]
-        if item.node != maker or not routes or (forward, item.node, item.microbatch) not in self._made:
-            raise ValueError(f"{item} sends what its node has not made")
-        for route in routes:
-            self._mail[route].append((item.edge, item.microbatch))
-
-    def _receive(self, item: Instruction, worker: int) -> bool:
-        forward = item.op.is_forward
-        routes = [route for route in self._routes.of(item.edge, forward) if route.receiver == worker]
-        if not routes:
-            raise ValueError(f"{item} receives what nobody sends to worker {worker}")
-        (box,) = (self._mail[route] for route in routes)
-        if not box:
-            return False
-        if box.popleft() != (item.edge, item.microbatch):
+def _check_that_both_ends_agree(program: Program) -> None:
+    """Check that all messages between two workers over one channel are sent in the order in which they are received."""
+    routes = make_routes(program.workers, program.edges)
+    sent, received = defaultdict(list), defaultdict(list)
+    for worker, items in enumerate(program.instructions):
+        for item in items:
+            if item.op.is_send or item.op.is_receive:
+                is_forward = item.op.is_forward
+                for route in routes.of(item.edge, is_forward):
+                    if worker == (route.sender if item.op.is_send else route.receiver):
+                        way = route, program.edges[item.edge].channel(is_forward)
+                        (sent if item.op.is_send else received)[way].append((item.edge, item.microbatch))
+    for way, messages in sent.items():
+        route, _ = way
+        if messages != received[way]:
             raise ValueError(
-                f"{item} awaits another message than the one that comes: the two ends differ in their order"
+                f"worker {route.receiver} receives messages in another order than worker {route.sender} sends them"
             )
-        self._received.add((forward, item.edge, item.microbatch, worker))
-        return True
-
-    def check_that_all_mail_is_taken(self) -> None:
-        for route, box in self._mail.items():
-            if box:
-                raise ValueError(
-                    f"worker {route.receiver} never receives what worker {route.sender} sends over edge {box[0][0]}"
-                )
 
 
 def _in_flight(items: tuple[Instruction, ...], nodes: set[int]) -> int:
     """The most microbatches between their forward on one of the nodes and the end of their backward there."""
-    own = [item.op for item in items if item.node in nodes]
-    if Op.BACKWARD not in own:
+    ops = [item.op for item in items if item.node in nodes]
+    if Op.BACKWARD not in ops:
         return 0
-    held = most = 0
-    for op in own:
-        held += (op is Op.FORWARD) - (op is Op.BACKWARD)
-        most = max(most, held)
-    return most
+    return int(np.cumsum([(op is Op.FORWARD) - (op is Op.BACKWARD) for op in ops]).max())

@@ -1,8 +1,13 @@
-"""A plan in the form that the simulator needs: the orders of all its stages, merged into one.
+"""A plan in the form that the simulator needs: the orders of all its stages, merged into one, the *total order*.
 
-Which computation waits for which follows from the plan alone, so it is worked out once. In the merged order every
+Which computation waits for which follows from the plan alone, so it is worked out once. In the total order every
 computation stands after those that it waits for, whatever the times are. It is an order of stages, never of single
 replicas: a plan for thousands of ranks compiles as fast as one for a few.
+
+Messages have their place in it, too: behind the computation that makes them. All ranks issue their sends and receives
+in this order (`instructions`). So it should be about the order in which computations end: a receive then begins before
+its rank computes what ends later. Computations stand in the order of their ends, were each forward to take one unit of
+time and each backward two.
 """
 
 from collections.abc import Sequence
@@ -24,6 +29,7 @@ from dflop.step.simulation_kernel import (
     DP,
     FIRST_NODE,
     FIRST_WORKER,
+    HAS_BACKWARD,
     NUM_COLUMNS,
     PARTS,
     SPAN,
@@ -33,6 +39,9 @@ from dflop.step.simulation_kernel import (
 )
 
 __all__ = ["CompiledPlan", "compile_plan", "unmerged"]
+
+# By how many microbatches a stage without a backward is ahead of the stage that takes its output, in the total order.
+_AHEAD = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +108,11 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
     for place, stage in enumerate(listed):
         if stage.num_groups > stages[place, PARTS]:
             num_distinct -= (stage.num_groups - 1) * int((orders[stage.group][:, 1] == place).sum())
-    merged, num_merged = _merge(np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches)
+    merged, ends, num_merged = _merge(
+        np.concatenate(orders), offsets, stages, groups, num_distinct, plan.num_microbatches
+    )
     assert num_merged == num_distinct, "the orders wait for each other in a circle"
+    merged = merged[np.argsort(ends, kind="stable")]
     last = stages[-1]
     num_workers = int((stages[:, FIRST_WORKER] + stages[:, DP] * stages[:, SPAN]).max())
     ranks_of_worker = np.zeros(num_workers, dtype=np.int64)
@@ -131,16 +143,18 @@ def unmerged(plan: CompiledPlan, orders: Sequence[np.ndarray]) -> CompiledPlan:
 
 @kernel
 def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
-    """One order of all groups' computations, each after those that it waits for; and how many were placed.
+    """One order of all groups' computations, each after those that it waits for; when each ends, in units of a forward;
+    and how many were placed.
 
     A stage in the lists of several groups either has one part for each group, each with its own place in the order, or
     one place for all groups. Every replica of an encoder is taken to feed every LLM replica, so that the order is right
     for every batch.
     """
     num_groups, num_stages = len(offsets) - 1, len(stages)
-    merged = np.empty((num_distinct, 4), dtype=np.int64)
+    merged, ends = np.empty((num_distinct, 4), dtype=np.int64), np.empty(num_distinct)
     done = np.zeros((2, num_stages, num_microbatches), dtype=np.int64)  # by how many parts
-    cursor = offsets[:-1].copy()
+    ended = np.zeros((2, num_stages, num_microbatches))
+    cursor, clocks = offsets[:-1].copy(), np.zeros(num_groups)
     count = 0
     moved = True
     while moved:
@@ -157,33 +171,58 @@ def _merge(items, offsets, stages, groups, num_distinct, num_microbatches):
                         ready = False
                         break
                     ready = (items[cursor[other]] == items[cursor[group]]).all()
-                if ready:
-                    ready = _has_what_it_needs(which, stage, microbatch, stages, done)
                 if not ready:
                     break
-                merged[count] = which, stage, microbatch, part
+                end = _ready_at(which, stage, microbatch, stages, groups, done, ended)
+                if end < 0.0:
+                    break
+                end = max(end, clocks[first : first + num_together].max()) + (1.0 if which == FORWARD else 2.0)
+                merged[count], ends[count] = (which, stage, microbatch, part), end
                 done[which, stage, microbatch] += 1
-                for other in range(first, first + num_together):
-                    cursor[other] += 1
+                ended[which, stage, microbatch] = max(ended[which, stage, microbatch], end)
+                clocks[first : first + num_together] = end
+                cursor[first : first + num_together] += 1
                 count += 1
                 moved = True
-    return merged, count
+    return merged, ends, count
 
 
 @kernel
-def _has_what_it_needs(which, stage, microbatch, stages, done):
+def _ready_at(which, stage, microbatch, stages, groups, done, ended):
+    """When all that a computation waits for has ended; negative where some of it is not placed yet."""
+    ready = 0.0
     if which == FORWARD:
-        if stages[stage, BRIDGE_IN]:
-            for other in range(len(stages)):
-                if stages[other, BRIDGE_OUT] >= 0 and done[FORWARD, other, microbatch] < stages[other, PARTS]:
-                    return False
-        neighbour = stages[stage, STAGE_BEFORE]
+        neighbour, is_end = stages[stage, STAGE_BEFORE], stages[stage, BRIDGE_IN] > 0
     else:
         if not done[FORWARD, stage, microbatch]:
-            return False
-        if stages[stage, BRIDGE_OUT] >= 0:
-            for other in range(len(stages)):
-                if stages[other, BRIDGE_IN] and not done[BACKWARD, other, microbatch]:
-                    return False
-        neighbour = stages[stage, STAGE_BEHIND]
-    return neighbour < 0 or done[which, neighbour, microbatch] > 0
+            return -1.0
+        neighbour, is_end = stages[stage, STAGE_BEHIND], stages[stage, BRIDGE_OUT] >= 0
+    if neighbour >= 0:
+        if not done[which, neighbour, microbatch]:
+            return -1.0
+        ready = ended[which, neighbour, microbatch]
+    for other in range(len(stages)):
+        if is_end and (stages[other, BRIDGE_OUT] >= 0 if which == FORWARD else stages[other, BRIDGE_IN] > 0):
+            num_parts = stages[other, PARTS] if which == FORWARD else 1
+            if done[which, other, microbatch] < num_parts:
+                return -1.0
+            ready = max(ready, ended[which, other, microbatch])
+    taker = _taker(stage, stages, groups)
+    if not stages[stage, HAS_BACKWARD] and taker >= 0 and microbatch >= _AHEAD:
+        # Nothing else keeps a frozen encoder from running ahead, and its messages from piling up at their receivers.
+        if not done[FORWARD, taker, microbatch - _AHEAD]:
+            return -1.0
+        ready = max(ready, ended[FORWARD, taker, microbatch - _AHEAD])
+    return ready
+
+
+@kernel
+def _taker(stage, stages, groups):
+    """The stage of another group that takes the output of this one; -1 where there is none."""
+    taker = stages[stage, STAGE_BEHIND]
+    if stages[stage, BRIDGE_OUT] >= 0:
+        for other in range(len(stages)):
+            if stages[other, BRIDGE_IN]:
+                taker = other
+    first, num_groups = groups[stage]
+    return -1 if taker >= 0 and first <= groups[taker, 0] < first + num_groups else taker

@@ -1,54 +1,86 @@
-"""The instruction list: what every worker does in one step, in which order, transfers included.
+"""The instruction list: what every worker does in one step, in which order, messages included.
 
 The list is a pure function of the plan. The trainer executes it; the simulator prices the same orders, without
 making an object of every instruction. Nodes and workers are numbered as in `nodes`. An edge joins a node to
 another that takes its output, inside a module or over the bridge between two modules. The shape of what travels over
 an edge is known from the schedule, so a list holds no sizes. Both ends skip an edge without data for a microbatch, and
 a worker that carries both ends transfers nothing.
+
+Nothing can wait in a circle. In the total order of all computations (`compiled`), a message stands right behind the
+computation that makes it, and the messages of one computation stand in the order of their edges. A worker issues all
+that it does in this order: a send behind its computation, and a receive at the place of the computation that makes the
+message, long before the worker's computation that waits for it. Of all that is not done, take the first in the total
+order: it has all that it waits for, and it is the next to be done on each worker that takes part, even if all of the
+worker's streams share one queue.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from dflop.plan.passes import FORWARD
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.plan.plan import Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
-from dflop.step.nodes import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
-from dflop.step.orders import group_orders
-from dflop.step.routes import Edge, edges_of, make_routes
+from dflop.step.compiled import compile_plan
+from dflop.step.nodes import Node, Worker, nodes_of, worker_of, workers_of
+from dflop.step.routes import Edge, Route, edges_of, make_routes
+from dflop.step.simulation_kernel import DP, PARTS
 
-__all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "make_program"]
+__all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "instructions_together", "make_program"]
 
 
 class Op(StrEnum):
     """The kinds of instructions, by the letters of torch's pipeline schedules where torch has one."""
 
-    RECV_FORWARD = "RECV_F"
     FORWARD = "F"
     SEND_FORWARD = "SEND_F"
-    RECV_BACKWARD = "RECV_B"
+    RECV_FORWARD = "RECV_F"
+    WAIT_FORWARD = "WAIT_F"
     BACKWARD = "B"
     SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    WAIT_BACKWARD = "WAIT_B"
     SYNC_GRADIENTS = "SYNC"
 
     @property
     def is_forward(self) -> bool:
         """Whether the instruction belongs to the forward pass."""
-        return self in (Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD)
+        return self in (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.WAIT_FORWARD)
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether the instruction begins to receive a message."""
+        return self in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether the instruction waits for the end of a receive."""
+        return self in (Op.WAIT_FORWARD, Op.WAIT_BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action of a node; `microbatch` is -1 for the gradient sync, `edge` the index of the edge for transfers."""
+    """One action of a node; `microbatch` is -1 for the gradient sync, `edge` the index of the edge for messages.
+
+    `place` is that of the computation in the total order; for a send or a receive that of the computation that makes
+    the message, and for a wait that of the computation that takes it. Sends and receives of one place and channel are
+    issued together.
+    """
 
     op: Op
     node: int
     microbatch: int = -1
     edge: int = -1
+    place: int = -1
 
     def __str__(self) -> str:
         where = f"@{self.edge}" if self.edge >= 0 else ""
@@ -87,25 +119,23 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
 
 
-def make_program(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> Program:
+def make_program(
+    plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None, *, rank: int | None = None
+) -> Program:
     """The program of a plan. Frozen encoders (see `trained`) have no backward.
 
-    `slots` are those of `group_orders`.
+    `slots` are those of `group_orders`. With `rank`, only the worker of this rank has a list, and others an empty one:
+    a thousand ranks need not make each other's.
     """
-    stages, nodes, workers, edges = stages_of(plan), nodes_of(plan), workers_of(plan), edges_of(plan)
-    writer = _Writer(plan, nodes, workers, edges, trained)
-    # The workers of a group have consecutive indices.
-    lists: list[tuple[Instruction, ...]] = [()] * len(workers)
-    for group, order in enumerate(group_orders(plan, trained, slots)):
-        for worker in _workers_of_group(stages, group):
-            lists[worker] = writer.list_of(worker, order)
+    writer = _Writer(plan, trained, rank)
+    order = compile_plan(plan, trained, slots).order.tolist()
     return Program(
-        nodes=nodes,
-        workers=workers,
-        edges=edges,
+        nodes=writer.nodes,
+        workers=writer.workers,
+        edges=writer.edges,
         num_microbatches=plan.num_microbatches,
         num_shards={grid.module: grid.num_shards for grid in plan.grids},
-        instructions=tuple(lists),
+        instructions=tuple(writer.list_of(worker, order) for worker in range(len(writer.workers))),
     )
 
 
@@ -114,69 +144,83 @@ class StepInstructions:
 
     def __init__(self, plan: Plan, program: Program, trained: TrainedSet, rank: int) -> None:
         self._plan, self._trained = plan, trained
-        self._worker = next(
-            index for index, own in enumerate(program.workers) if 0 <= rank - own.first_rank < own.num_ranks
-        )
+        self._worker = worker_of(program.workers, rank)
         self._usual = program.instructions[self._worker]
-        self._writer = _Writer(plan, program.nodes, program.workers, program.edges, trained)
-        stages = stages_of(plan)
-        groups = {stage.group for stage in stages if stage.num_groups == 1}
-        self._group = next(group for group in groups if self._worker in _workers_of_group(stages, group))
+        self._writer = _Writer(plan, trained, rank)
 
     def of(self, slots: np.ndarray | None) -> tuple[Instruction, ...]:
         """The instructions for a batch with these slots (see `group_orders`); None for the program's own."""
         if slots is None:
             return self._usual
-        return self._writer.list_of(self._worker, group_orders(self._plan, self._trained, slots)[self._group])
+        return self._writer.list_of(self._worker, compile_plan(self._plan, self._trained, slots).order.tolist())
+
+
+def instructions_together(instructions: Iterable[Instruction]) -> Iterator[tuple[bool, Iterator[Instruction]]]:
+    """A worker's instructions in groups: whether a group is of sends and receives, which are issued together, and its
+    instructions."""
+    grouped = groupby(instructions, lambda item: (item.op.is_send or item.op.is_receive, item.place))
+    return ((is_message, items) for (is_message, _), items in grouped)
+
+
+class _Message(NamedTuple):
+    """A worker's end of a message over an edge: the node that it carries there, and whether it sends."""
+
+    edge: int
+    node: int
+    is_send: bool
 
 
 class _Writer:
-    """Turns orders of computations into instructions, with the transfers before and after each computation."""
+    """Turns the total order into the instructions of all workers, or of one rank's."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        nodes: Sequence[Node],
-        workers: Sequence[Worker],
-        edges: Sequence[Edge],
-        trained: TrainedSet,
-    ) -> None:
-        self._stages, self._workers = stages_of(plan), workers
-        self._transfers = _transfers(nodes, workers, edges, trained)
+    def __init__(self, plan: Plan, trained: TrainedSet, rank: int | None = None) -> None:
+        self.nodes, self.workers, self.edges = nodes_of(plan), workers_of(plan), edges_of(plan)
+        self._only = None if rank is None else worker_of(self.workers, rank)
+        # The stage of each node, and the part of the stage's replicas that the node belongs to.
+        self._stage_and_part = [
+            (place, replica * stage[PARTS] // stage[DP])
+            for place, stage in enumerate(compile_plan(plan, trained).stages.tolist())
+            for replica in range(stage[DP])
+        ]
+        # What a worker sends and receives when a part of a stage computes; what it waits for before its node computes.
+        self._messages: dict[tuple[int, int, tuple[int, int]], list[_Message]] = defaultdict(list)
+        self._awaited: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        routes = make_routes(self.workers, self.edges)
+        for number, edge in enumerate(self.edges):
+            self._add(FORWARD, number, edge.source, edge.target, routes.of(number, True))
+            # A frozen encoder computes no gradient, so neither end of its bridge moves one.
+            if trained.has_backward(self.nodes[edge.source].module):
+                self._add(BACKWARD, number, edge.target, edge.source, routes.of(number, False))
 
-    def list_of(self, worker: int, order: np.ndarray) -> tuple[Instruction, ...]:
-        """A worker's list, given its group's order."""
+    def _add(self, which: int, edge: int, maker: int, taker: int, routes: Sequence[Route]) -> None:
+        making = self._stage_and_part[maker]
+        for sender in dict.fromkeys(route.sender for route in routes):
+            if self._only in (None, sender):
+                self._messages[sender, which, making].append(_Message(edge, maker, True))
+        for _, receiver in routes:
+            if self._only in (None, receiver):
+                self._messages[receiver, which, making].append(_Message(edge, taker, False))
+                self._awaited[receiver, which, taker].append(edge)
+
+    def list_of(self, worker: int, order: Sequence[Sequence[int]]) -> tuple[Instruction, ...]:
+        """A worker's list, given the total order [num_computations, 4] (`CompiledPlan.order`)."""
+        if self._only not in (None, worker):
+            return ()
+        carried = {self._stage_and_part[node]: node for node in self.workers[worker].nodes}
         listed: list[Instruction] = []
-        for pass_, place, microbatch in order.tolist():
-            stage = self._stages[place]
-            node = stage.first_node + (worker - stage.first_worker) // stage.span
-            if pass_ == FORWARD:
-                before, op, behind = Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD
-            else:
-                before, op, behind = Op.RECV_BACKWARD, Op.BACKWARD, Op.SEND_BACKWARD
-            listed += (Instruction(before, node, microbatch, edge) for edge in self._transfers[before, worker, node])
-            listed.append(Instruction(op, node, microbatch))
-            listed += (Instruction(behind, node, microbatch, edge) for edge in self._transfers[behind, worker, node])
-        return (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in self._workers[worker].nodes))
+        for place, (which, stage, microbatch, part) in enumerate(order):
+            compute, send, receive, wait = _OPS[which]
+            if (node := carried.get((stage, part))) is not None:
+                awaited = self._awaited[worker, which, node]
+                listed += (Instruction(wait, node, microbatch, edge, place) for edge in awaited)
+                listed.append(Instruction(compute, node, microbatch, place=place))
+            for message in self._messages[worker, which, (stage, part)]:
+                op = send if message.is_send else receive
+                listed.append(Instruction(op, message.node, microbatch, message.edge, place))
+        return (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in self.workers[worker].nodes))
 
 
-def _transfers(
-    nodes: Sequence[Node], workers: Sequence[Worker], edges: Sequence[Edge], trained: TrainedSet
-) -> dict[tuple[Op, int, int], dict[int, None]]:
-    """The edges that a worker receives or sends over for one of its nodes, by operation, worker and node, in order."""
-    routes = make_routes(workers, edges)
-    found: dict[tuple[Op, int, int], dict[int, None]] = defaultdict(dict)
-    for number, edge in enumerate(edges):
-        for route in routes.of(number, True):
-            found[Op.SEND_FORWARD, route.sender, edge.source][number] = None
-            found[Op.RECV_FORWARD, route.receiver, edge.target][number] = None
-        # A frozen encoder computes no gradient, so neither end of its bridge moves one.
-        for route in routes.of(number, False) if trained.has_backward(nodes[edge.source].module) else ():
-            found[Op.SEND_BACKWARD, route.sender, edge.target][number] = None
-            found[Op.RECV_BACKWARD, route.receiver, edge.source][number] = None
-    return found
-
-
-def _workers_of_group(stages: tuple[StageReplicas, ...], group: int) -> range:
-    stage = next(stage for stage in reversed(stages) if stage.group == group and stage.num_groups == 1)
-    return range(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+_OPS = {
+    FORWARD: (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.WAIT_FORWARD),
+    BACKWARD: (Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.WAIT_BACKWARD),
+}

@@ -10,13 +10,14 @@ computations) is kept once, for the stage.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
 
-__all__ = ["Node", "StageReplicas", "Worker", "nodes_of", "stages_of", "workers_of"]
+__all__ = ["Node", "StageReplicas", "Worker", "nodes_of", "stages_of", "worker_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,8 @@ def workers_of(plan: Plan) -> tuple[Worker, ...]:
         workers.append(Worker(first_rank, num_ranks[worker], tuple(nodes[worker])))
         first_rank += num_ranks[worker]
     return tuple(workers)
+
+
+def worker_of(workers: Sequence[Worker], rank: int) -> int:
+    """The index of a rank's worker."""
+    return next(index for index, worker in enumerate(workers) if 0 <= rank - worker.first_rank < worker.num_ranks)

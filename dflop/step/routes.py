@@ -1,10 +1,9 @@
 """Edges and routes: which data flows between nodes, and between which of their workers it is sent.
 
-A message goes from one worker to another over a channel, which becomes a process group. NCCL has no tags: it delivers
-the messages between two ranks of one process group in the order in which they were sent, so the receiver must ask for
-them in that order. Forward and backward messages have channels of their own. Bridges and edges inside a module share
-them unless they join the same two workers: a colocated worker sends its features long before the hidden states that
-go to the same worker.
+A message goes from one worker to another over a channel, which becomes a communicator of all ranks. There are few, at
+most eight, whatever the number of ranks: one in each direction for bridges, and two or three in each direction for
+edges inside a module. These take turns along the pipeline, so that a worker never receives over the channel over which
+it sends on: a microbatch that is late does not hold up the one before it.
 
 Each rank of a node has the node's whole output. So a worker that carries both ends of an edge hands the output over,
 and every other worker of the receiving node gets one message from one worker of the sending node. Where workers have
@@ -22,22 +21,34 @@ from dflop.step.nodes import Worker, stages_of
 
 __all__ = ["Edge", "Route", "Routes", "edges_of", "lanes_of", "make_routes"]
 
+_BRIDGE = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Data flows from node `source` to node `target` in the forward pass, and back in the backward pass."""
+    """Data flows from node `source` to node `target` in the forward pass, and back in the backward pass.
+
+    `track` is 0 for bridges; for edges inside a module it is 1, 2 or 3, another one before and behind each stage.
+    """
 
     source: int
     target: int
-    is_bridge: bool
+    track: int
+
+    @property
+    def is_bridge(self) -> bool:
+        return self.track == _BRIDGE
+
+    def channel(self, is_forward: bool) -> int:
+        """The index of the communicator for the edge's messages in this direction."""
+        return 2 * self.track + (not is_forward)
 
 
 class Route(NamedTuple):
-    """The workers that send and receive a message, by index, and the index of the channel that it takes."""
+    """The workers that send and receive a message, by index."""
 
     sender: int
     receiver: int
-    channel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,6 @@ class Routes:
     """The routes of each edge in either direction; an edge has none where every receiving worker makes its data
     itself."""
 
-    num_channels: int
     forward: tuple[tuple[Route, ...], ...]
     backward: tuple[tuple[Route, ...], ...]
 
@@ -60,17 +70,17 @@ def edges_of(plan: Plan) -> tuple[Edge, ...]:
     stages = stages_of(plan)
     first_llm = next(stage for stage in stages if stage.module == "llm")
     bridges = [
-        Edge(stage.first_node + source, first_llm.first_node + target, True)
+        Edge(stage.first_node + source, first_llm.first_node + target, _BRIDGE)
         for stage in stages
         if stage.module != "llm" and stage.pp_stage == plan.num_stages(stage.module) - 1
         for source in range(stage.dp)
         for target in PLACEMENTS[plan.placement].bridged_replicas(source, first_llm.dp)
     ]
     inside = [
-        Edge(stage.first_node + replica, stage.first_node + stage.dp + replica, False)
+        Edge(source, source + stage.dp, _track(stage.pp_stage, plan.grid(stage.module).pp))
         for stage in stages
         if stage.pp_stage < plan.num_stages(stage.module) - 1
-        for replica in range(stage.dp)
+        for source in range(stage.first_node, stage.first_node + stage.dp)
     ]
     return (*bridges, *inside)
 
@@ -81,24 +91,16 @@ def make_routes(workers: Sequence[Worker], edges: Sequence[Edge]) -> Routes:
     for index, worker in enumerate(workers):
         for node in worker.nodes:
             carriers[node].append(index)
-    pairs: list[list[list[tuple[int, int]]]] = [
-        [_pairs(carriers[edge.source], carriers[edge.target]) for edge in edges],
-        [_pairs(carriers[edge.target], carriers[edge.source]) for edge in edges],
-    ]
-    kinds: dict[tuple[int, tuple[int, int]], set[bool]] = defaultdict(set)
-    for way, of_edges in enumerate(pairs):
-        for edge, own in zip(edges, of_edges, strict=True):
-            for pair in own:
-                kinds[way, pair].add(edge.is_bridge)
-    num_kinds = max(map(len, kinds.values()), default=1)  # 2 where bridges need channels of their own
-    forward, backward = (
-        tuple(
-            tuple(Route(*pair, 2 * (edge.is_bridge and num_kinds > 1) + way) for pair in own)
-            for edge, own in zip(edges, of_edges, strict=True)
-        )
-        for way, of_edges in enumerate(pairs)
+    return Routes(
+        tuple(_routes(carriers[edge.source], carriers[edge.target]) for edge in edges),
+        tuple(_routes(carriers[edge.target], carriers[edge.source]) for edge in edges),
     )
-    return Routes(2 * num_kinds, forward, backward)
+
+
+def _track(stage: int, pp: int) -> int:
+    """The track from this stage to the next; the last rank of an odd number of them leads back to the first."""
+    place = stage % pp
+    return 3 if place == pp - 1 and pp % 2 else 1 + place % 2
 
 
 def lanes_of(num_sending: int, num_receiving: int) -> list[tuple[int, int]]:
@@ -107,8 +109,10 @@ def lanes_of(num_sending: int, num_receiving: int) -> list[tuple[int, int]]:
     return [(place * num_sending // num_receiving, place) for place in range(num_receiving)]
 
 
-def _pairs(makers: Sequence[int], takers: Sequence[int]) -> list[tuple[int, int]]:
-    """Sender and receiver of each message between the workers of two nodes."""
-    return [
-        (makers[place * len(makers) // len(takers)], taker) for place, taker in enumerate(takers) if taker not in makers
-    ]
+def _routes(makers: Sequence[int], takers: Sequence[int]) -> tuple[Route, ...]:
+    """The messages from the workers of one node to those of another."""
+    return tuple(
+        Route(makers[place * len(makers) // len(takers)], taker)
+        for place, taker in enumerate(takers)
+        if taker not in makers
+    )

@@ -1,13 +1,15 @@
 """The executor: one rank's instructions of a step, carried out with torch and process groups.
 
 The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
-from the schedule, so nothing is exchanged to learn them. Sends are asynchronous, and each message takes the wire that
-`routes` gives it. A tensor from one node to another of the same rank is handed over without a copy. The ranks of a
-worker carry out the same instructions, each with wires of its own.
+from the schedule, so nothing is exchanged to learn them. Messages are sent and received behind the computations of the
+host: those of one place in the total order and one channel together, as one operation. Received tensors come while the
+rank computes, and a computation waits only for those that it takes. A tensor from one node to another of the same rank
+is handed over without a copy. The ranks of a worker carry out the same instructions, each with wires of its own.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -15,14 +17,15 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from dflop.step.instructions import Instruction, Op, Span
+from dflop.step.instructions import Instruction, Op, Span, instructions_together
+from dflop.step.receiving import Receiver
 from dflop.step.routes import Edge
 
 __all__ = ["Links", "StageWork", "Waits", "Wire", "run_instructions"]
 
 
 class StageWork(Protocol):
-    """The computations of one node. Mappings hold tensors by the index of their edge; edges without data have none."""
+    """The computations of one node. Mappings hold a tensor by its edge's index, and leave out edges without data."""
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         """Shape of the tensor that travels over an edge, the same in both directions; None where none does."""
@@ -41,9 +44,10 @@ class StageWork(Protocol):
 
 
 class Wire(NamedTuple):
-    """The rank at the other end, and the process group that messages between the two take."""
+    """The rank at the other end, and the channel that messages between the two take, with its process group."""
 
     peer: int
+    channel: int
     group: dist.ProcessGroup
 
 
@@ -54,7 +58,7 @@ class Links:
     `sends` and `receives` are keyed by (edge, is forward): over an edge a rank sends to any number of others, and
     receives from one. `inner` are the edges of which the rank carries both ends. `shared` are those over which other
     ranks of the receiving node get messages; all ranks of this node must take the same values, so the tensor that is
-    handed over inside this rank is rounded as a message is.
+    handed over inside this rank is rounded as a message is. `receiver` has the memory for what is received.
     """
 
     edges: tuple[Edge, ...]
@@ -64,6 +68,7 @@ class Links:
     shared: Collection[tuple[int, bool]]
     device: torch.device
     dtype: torch.dtype
+    receiver: Receiver
 
 
 @dataclass(slots=True)
@@ -85,8 +90,12 @@ def run_instructions(
     Returns the computations with their times. The times at which the host waited are added to `waits`.
     """
     step = _Step(works, links, waits or Waits())
-    for item in instructions:
-        _CARRY_OUT[item.op](step, item)
+    for is_message, items in instructions_together(instructions):
+        if is_message:
+            step.exchange(items)
+        else:
+            for item in items:
+                _CARRY_OUT[item.op](step, item)
     return step.end()
 
 
@@ -99,7 +108,8 @@ class _Step:
             waits.peers = []
         self._received: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
         self._made: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
-        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
+        self._arriving: dict[tuple[bool, int, int], dict[int, _UnderWay]] = {}
+        self._sending: list[_UnderWay] = []
 
     def forward(self, item: Instruction) -> None:
         work = self._works[item.node]
@@ -120,33 +130,43 @@ class _Step:
         with self._clock.span(item):
             self._works[item.node].sync_gradients()
 
-    def send(self, item: Instruction) -> None:
-        wires = self._links.sends.get((item.edge, item.op.is_forward))
-        shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
-        if wires is None or shape is None:
-            return
-        made = self._made[item.op.is_forward, item.node, item.microbatch]
-        tensor = made.pop(item.edge).to(self._links.dtype).contiguous()
-        assert tuple(tensor.shape) == shape, f"edge {item.edge}: made {tuple(tensor.shape)}, scheduled {shape}"
-        self._sends = [send for send in self._sends if not send[0].is_completed()]  # lets go of what has arrived
-        for peer, group in wires:
-            self._sends.append((dist.isend(tensor, dst=peer, group=group), tensor))
+    def exchange(self, items: Iterable[Instruction]) -> None:
+        """Begin to send and receive: what takes the same channel is one operation."""
+        self._sending = [sent for sent in self._sending if not sent.work.is_completed()]  # lets go of what has arrived
+        by_channel: dict[int, _Exchange] = defaultdict(_Exchange)
+        for item in items:
+            if (shape := self._works[item.node].edge_shape(item.microbatch, item.edge)) is None:
+                continue
+            end = item.edge, item.op.is_forward
+            if item.op.is_send:
+                if end not in self._links.sends:
+                    continue  # another rank of this worker sends it
+                made = self._made[item.op.is_forward, item.node, item.microbatch].pop(item.edge)
+                tensor = made.to(self._links.dtype).contiguous()
+                assert tuple(made.shape) == shape, f"edge {item.edge}: made {tuple(made.shape)}, scheduled {shape}"
+                for wire in self._links.sends[end]:
+                    by_channel[wire.channel].sends.append((tensor, wire))
+            else:
+                wire = self._links.receives[end]
+                by_channel[wire.channel].receives.append((item, shape, wire))
+        for channel in sorted(by_channel):
+            sending, arriving = by_channel[channel].begin(channel, self._links.receiver)
+            self._sending += sending
+            for item, message in arriving:
+                self._arriving.setdefault((item.op.is_forward, item.node, item.microbatch), {})[item.edge] = message
 
-    def receive(self, item: Instruction) -> None:
-        shape = self._works[item.node].edge_shape(item.microbatch, item.edge)
-        if shape is None:
-            return
-        peer, group = self._links.receives[item.edge, item.op.is_forward]
-        tensor = torch.empty(shape, dtype=self._links.dtype, device=self._links.device)
-        arriving = dist.irecv(tensor, src=peer, group=group)
+    def wait(self, item: Instruction) -> None:
+        key = item.op.is_forward, item.node, item.microbatch
+        if (arriving := self._arriving.get(key, {}).pop(item.edge, None)) is None:
+            return  # there is no data
         with _noted(self._waits.peers):
-            arriving.wait()
-        self._received.setdefault((item.op.is_forward, item.node, item.microbatch), {})[item.edge] = tensor
+            arriving.work.wait()
+        self._received.setdefault(key, {})[item.edge] = self._links.receiver.take(arriving.tensor)
 
     def end(self) -> list[Span]:
         with _noted(self._waits.peers):
-            for handle, _ in self._sends:
-                handle.wait()
+            for sent in self._sending:
+                sent.work.wait()
         return self._clock.spans()
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
@@ -166,11 +186,48 @@ _CARRY_OUT = {
     Op.FORWARD: _Step.forward,
     Op.BACKWARD: _Step.backward,
     Op.SYNC_GRADIENTS: _Step.sync_gradients,
-    Op.SEND_FORWARD: _Step.send,
-    Op.SEND_BACKWARD: _Step.send,
-    Op.RECV_FORWARD: _Step.receive,
-    Op.RECV_BACKWARD: _Step.receive,
+    Op.WAIT_FORWARD: _Step.wait,
+    Op.WAIT_BACKWARD: _Step.wait,
 }
+
+
+class _Exchange:
+    """Sends and receives that are begun together, over one channel."""
+
+    def __init__(self) -> None:
+        self.sends: list[tuple[torch.Tensor, Wire]] = []
+        self.receives: list[tuple[Instruction, tuple[int, ...], Wire]] = []
+
+    def begin(
+        self, channel: int, receiver: Receiver
+    ) -> tuple[list["_UnderWay"], list[tuple[Instruction, "_UnderWay"]]]:
+        """Begin all of it; returns the sends, and the receives with their instructions."""
+        operations = [dist.P2POp(dist.isend, tensor, wire.peer, wire.group) for tensor, wire in self.sends]
+        buffers = receiver.buffers(channel, [shape for _, shape, _ in self.receives]) if self.receives else []
+        for buffer, (_, _, wire) in zip(buffers, self.receives, strict=True):
+            operations.append(dist.P2POp(dist.irecv, buffer, wire.peer, wire.group))
+        with receiver.issuing(has_sends=bool(self.sends)):
+            works = dist.batch_isend_irecv(operations)
+        under_way = [_UnderWay(operation.tensor, works, number) for number, operation in enumerate(operations)]
+        arriving = under_way[len(self.sends) :]
+        return under_way[: len(self.sends)], [
+            (item, its) for (item, *_), its in zip(self.receives, arriving, strict=True)
+        ]
+
+
+class _UnderWay(NamedTuple):
+    """A tensor that an operation of an exchange sends or receives.
+
+    With gloo each operation has its own work, for which one may wait once; with NCCL the exchange has one.
+    """
+
+    tensor: torch.Tensor
+    works: list[dist.Work]
+    number: int
+
+    @property
+    def work(self) -> dist.Work:
+        return self.works[self.number] if len(self.works) > 1 else self.works[0]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ instructions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,13 @@ from dflop.base.local_device import local_device
 from dflop.models.tensor_group import TensorGroup
 from dflop.plan import Plan
 from dflop.step import Instruction, Program
+from dflop.step.nodes import worker_of
 from dflop.step.run import Links
+from dflop.train.groups import GROUP_TIMEOUT, GroupMaker, RankGroups, rank_groups, ranks_of_nodes
 from dflop.train.tied_embedding import Ends
 from dflop.train.wires import make_links
 
 __all__ = ["Sharers", "Topology", "join_group", "join_world", "place_in_world"]
-
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +88,14 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
 def join_group(device_kind: str) -> tuple[torch.device, dist.Store]:
     """Join the process group that torchrun's environment describes. Returns this rank's device, and the group's
     store."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=GROUP_TIMEOUT))
     device = local_device(device_kind)
     dist.init_process_group(
         "nccl" if device_kind == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
         rank=rank,
         world_size=world_size,
-        timeout=_TIMEOUT,
+        timeout=GROUP_TIMEOUT,
         device_id=device if device_kind == "cuda" else None,
     )
     return device, dist.PrefixStore("dflop", store)
@@ -107,119 +106,67 @@ def place_in_world(
     device: torch.device,
     dtype: torch.dtype,
     store: dist.Store,
-    *,
-    groups_by_route: bool | None = None,
 ) -> Topology:
-    """This rank's place in a program, with its groups; every rank of the default process group must call this.
-
-    For `groups_by_route` see `make_links`; None means True on GPUs and False elsewhere.
-    """
+    """This rank's place in a program, with its groups; every rank of the default process group must call this."""
     rank = dist.get_rank()
-    own = next(
-        index
-        for index, worker in enumerate(program.workers)
-        if worker.first_rank <= rank < worker.first_rank + worker.num_ranks
-    )
-    by_route = device.type == "cuda" if groups_by_route is None else groups_by_route
-    links = make_links(program, own, device, dtype, _TIMEOUT, groups_by_route=by_route)
-    nodes, ranks = program.workers[own].nodes, _ranks_of_nodes(program)
-    place = {node: ranks[node].index(rank) for node in nodes}
-    tensor, replicas, tied = _tensor_groups(ranks), _replica_groups(program, ranks), _tied_ends(program, ranks)
-    sharers = _sharers(program, ranks, rank, device.type)
+    worker = worker_of(program.workers, rank)
+    links = make_links(program, worker, device, dtype, GROUP_TIMEOUT)
+    nodes, ranks = program.workers[worker].nodes, ranks_of_nodes(program)
+    maker = GroupMaker(device)
+    groups = {purpose: (of_all, maker.own(of_all)) for purpose, of_all in rank_groups(program).items()}
+    module_of = {node: program.nodes[node].module for node in nodes}
     return Topology(
         rank=rank,
         world_size=dist.get_world_size(),
         program=program,
-        instructions=program.instructions[own],
+        instructions=program.instructions[worker],
         device=device,
         store=store,
-        tensor={node: TensorGroup(ranks[node], place[node], tensor[node]) for node in nodes},
-        replicas={node: replicas[node][place[node]] for node in nodes},
-        sharers=sharers,
-        tied={node: tied[node][place[node]] for node in nodes if node in tied},
+        tensor={
+            node: TensorGroup(ranks[node], ranks[node].index(rank), _group(groups, "tensor", module_of[node]))
+            for node in nodes
+        },
+        replicas={node: _group(groups, "replicas", module_of[node]) for node in nodes},
+        sharers={
+            node: _sharers(groups, module_of[node], program.num_shards[module_of[node]], rank, device.type)
+            for node in nodes
+            if program.num_shards[module_of[node]] > 1
+        },
+        tied=_tied_ends(groups, program, nodes, rank),
         links=links,
     )
 
 
-class _Groups:
-    """Process groups for one purpose, by their ranks; each is made once. Every rank makes all groups, in the same
-    order."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        if tuple(ranks) not in self._made:
-            self._made[tuple(ranks)] = dist.new_group(list(ranks), timeout=_TIMEOUT)
-        return self._made[tuple(ranks)]
+_Groups = Mapping[tuple[str, str], tuple[RankGroups, dist.ProcessGroup | None]]
 
 
-def _ranks_of_nodes(program: Program) -> list[tuple[int, ...]]:
-    """For each node, the ranks that carry it together, in order: its tp group."""
-    ranks: list[list[int]] = [[] for _ in program.nodes]
-    for worker in program.workers:
-        for node in worker.nodes:
-            ranks[node] += range(worker.first_rank, worker.first_rank + worker.num_ranks)
-    return [tuple(own) for own in ranks]
+def _group(groups: _Groups, purpose: str, module: str) -> dist.ProcessGroup | None:
+    """This rank's group; None where there is none of this kind."""
+    return groups[purpose, module][1] if (purpose, module) in groups else None
 
 
-def _tensor_groups(ranks: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
-    """For each node, the process group of its ranks; None for a single rank."""
-    groups = _Groups()
-    return [groups.of(own) if len(own) > 1 else None for own in ranks]
-
-
-def _replica_groups(program: Program, ranks: Sequence[tuple[int, ...]]) -> list[list[dist.ProcessGroup]]:
-    """For each node, and each of its ranks, the group of the ranks that hold the same part of the stage."""
-    groups = _Groups()
-    nodes_of_stage: dict[tuple[str, int], list[int]] = {}
-    for index, node in enumerate(program.nodes):
-        nodes_of_stage.setdefault((node.module, node.pp_stage), []).append(index)
-    found: list[list[dist.ProcessGroup]] = [[] for _ in program.nodes]
-    for nodes in nodes_of_stage.values():
-        made = [groups.of(alike) for alike in zip(*(ranks[node] for node in nodes), strict=True)]
-        for node in nodes:
-            found[node] = made
-    return found
-
-
-def _sharers(program: Program, ranks: Sequence[tuple[int, ...]], rank: int, device: str) -> dict[int, Sharers]:
-    """For each of this rank's nodes whose parameters replicas shard, these replicas."""
-    groups, found = _Groups(), {}
-    for module, num_shards in program.num_shards.items():
-        nodes = [index for index, node in enumerate(program.nodes) if node.module == module]
-        if num_shards == 1:
-            continue
-        for own in zip(*(ranks[node] for node in nodes), strict=True):  # for each tensor-parallel place
-            rows = tuple(own[first : first + num_shards] for first in range(0, len(own), num_shards))
-            shared = [groups.of(row) for row in rows]
-            copies = [groups.of(column) for column in zip(*rows, strict=True)] if len(rows) > 1 else [None] * num_shards
-            for replica, node in enumerate(nodes):
-                row, column = divmod(replica, num_shards)
-                if rank == own[replica]:
-                    found[node] = Sharers(rows, _mesh_of(rows, shared[row], copies[column], device))
-    return found
-
-
-def _mesh_of(
-    rows: tuple[tuple[int, ...], ...], row: dist.ProcessGroup, column: dist.ProcessGroup | None, device: str
-) -> DeviceMesh:
+def _sharers(groups: _Groups, module: str, num_shards: int, rank: int, device: str) -> Sharers:
+    """The replicas that shard the parameters of this rank's node of the module."""
+    replicas, _ = groups["replicas", module]
+    alike = next(ranks for ranks in replicas if rank in ranks)
+    rows = tuple(alike[first : first + num_shards] for first in range(0, len(alike), num_shards))
+    row, column = _group(groups, "shards", module), _group(groups, "copies", module)
     if column is None:
-        return DeviceMesh.from_group(row, device)
+        return Sharers(rows, DeviceMesh.from_group(row, device))
     names = ("copies", "shards")
-    return DeviceMesh.from_group([column, row], device, mesh=torch.tensor(rows), mesh_dim_names=names)
+    return Sharers(rows, DeviceMesh.from_group([column, row], device, mesh=torch.tensor(rows), mesh_dim_names=names))
 
 
-def _tied_ends(program: Program, ranks: Sequence[tuple[int, ...]]) -> dict[int, list[Ends]]:
-    """The two ends of each LLM replica's pipeline, by node and for each of its ranks; none if both are on the same
-    ranks."""
-    groups = _Groups()
-    place = {(node.pp_stage, node.dp_rank): index for index, node in enumerate(program.nodes) if node.module == "llm"}
-    last_stage = max(stage for stage, _ in place)
-    tied: dict[int, list[Ends]] = {}
-    for replica in sorted(replica for stage, replica in place if stage == 0):
-        first, last = place[0, replica], place[last_stage, replica]
-        if ranks[first] != ranks[last]:
-            ends = [Ends(*pair, groups.of(pair)) for pair in zip(ranks[first], ranks[last], strict=True)]
-            tied |= {first: ends, last: ends}
-    return tied
+def _tied_ends(groups: _Groups, program: Program, nodes: Sequence[int], rank: int) -> dict[int, Ends]:
+    """The two ends of the pipeline of this rank's LLM replica, for its nodes at these ends; none if both are on the
+    same ranks."""
+    pairs, group = groups.get(("ends", "llm"), ((), None))
+    if group is None:
+        return {}
+    ends = Ends(*next(pair for pair in pairs if rank in pair), group)
+    last = max(node.pp_stage for node in program.nodes if node.module == "llm")
+    return {
+        node: ends
+        for node in nodes
+        if program.nodes[node].module == "llm" and program.nodes[node].pp_stage == (0 if rank == ends.owner else last)
+    }

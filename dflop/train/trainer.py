@@ -7,6 +7,7 @@ the norm and how busy the ranks were.
 
 import gc
 import math
+import os
 import time
 
 import numpy as np
@@ -22,7 +23,7 @@ from dflop.models.compilation import compiles_layers
 from dflop.models.precision import COMPUTES_IN
 from dflop.plan import load_plan
 from dflop.schedule import StepSchedule
-from dflop.step import Op, Span, StepInstructions, check_program, make_program
+from dflop.step import Op, Span, StepInstructions, make_program
 from dflop.step.run import Waits, run_instructions
 from dflop.train.data_loader import start_loading
 from dflop.train.evaluation import Evaluation
@@ -61,8 +62,7 @@ class Trainer:
     def __init__(self, config: Config, files: RunFiles, stop: StopRequest) -> None:
         self.config, self.files, self.stop = config, files, stop
         self.plan = load_plan(files.plan)
-        program = make_program(self.plan, config.model.trained)
-        check_program(self.plan, program, config.model.trained)
+        program = make_program(self.plan, config.model.trained, rank=int(os.environ["RANK"]))
         dtype = COMPUTES_IN[config.train.precision]
         self.topology = join_world(self.plan, program, config.cluster.device, dtype)
         world = self.topology

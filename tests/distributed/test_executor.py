@@ -4,6 +4,9 @@ Ranks carry several nodes: a monolithic encoder beside the LLM's first stage, co
 an interleaved LLM's chunks; and backwards are split where the schedule splits them.
 """
 
+import dataclasses
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from processes import spawn
 from dflop.plan import Grid, Plan
 from dflop.plan.trained import TrainedSet
 from dflop.step import Node, Program, check_program, make_program
+from dflop.step.receiving import Receiver, Slots
 from dflop.step.run import run_instructions
 from dflop.train.topology import place_in_world
 
@@ -207,20 +211,29 @@ def _run_plans(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     for plan in PLANS[world_size]:
         _run(plan)
-        _run(plan, groups_by_route=True)  # as on GPUs
+        _run(plan, receiver=Slots(torch.device("cpu"), torch.float64, NoStreams()))  # as on GPUs
     if world_size == FROZEN[0].world_size:
         _run(*FROZEN)
     dist.destroy_process_group()
 
 
-def _run(plan: Plan, frozen: tuple[str, ...] = (), *, groups_by_route: bool = False) -> None:
+class NoStreams:
+    """A CPU computes what it is told at once."""
+
+    def computed(self) -> None:
+        """The end of what was computed so far, which is now."""
+
+    def behind(self, event: None):
+        return nullcontext()
+
+
+def _run(plan: Plan, frozen: tuple[str, ...] = (), receiver: Receiver | None = None) -> None:
     program = make_program(plan, TrainedSet(frozen))
     check_program(plan, program, TrainedSet(frozen))
-    topology = place_in_world(
-        program, torch.device("cpu"), torch.float64, dist.HashStore(), groups_by_route=groups_by_route
-    )
+    topology = place_in_world(program, torch.device("cpu"), torch.float64, dist.HashStore())
     works = {own: ToyWork(program, own, topology.replicas[own]) for own in topology.nodes}
-    spans = run_instructions(topology.instructions, works, topology.links)
+    links = dataclasses.replace(topology.links, receiver=receiver) if receiver else topology.links
+    spans = run_instructions(topology.instructions, works, links)
     expected_loss, expected = in_one_go(plan, program)
     # All ranks of a node compute the same, and so their losses are one.
     losses = [work.loss for own, work in works.items() if topology.tensor[own].is_first]

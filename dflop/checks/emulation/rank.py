@@ -3,6 +3,7 @@ REQUEST as JSON."""
 
 import gc
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from dflop.checks.emulation.work import EmulatedWork, Network
 from dflop.config import Config, load_config
 from dflop.plan import load_plan
 from dflop.schedule import StepSchedule
-from dflop.step import Op, StepInstructions, check_program, make_program
+from dflop.step import Op, StepInstructions, make_program
 from dflop.step.run import Waits, run_instructions
 from dflop.train.feed import ScheduleFeed, SchedulePublisher
 from dflop.train.observations import NUM_WARMUP_STEPS, Observations
@@ -54,8 +55,7 @@ class EmulatedRank:
     ) -> None:
         self.config, self.out, self.scale = config, out, scale
         plan = load_plan(artifacts["plan"])
-        program = make_program(plan, config.model.trained)
-        check_program(plan, program, config.model.trained)
+        program = make_program(plan, config.model.trained, rank=int(os.environ["RANK"]))
         self.topology = join_world(plan, program, "cpu", torch.float32)
         world = self.topology
         self.watch = PeerWatch(world.store, world.rank, world.carried, world.world_size, config.train.peer_timeout_s)

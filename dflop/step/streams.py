@@ -1,0 +1,155 @@
+"""A model of GPUs and NCCL: whether all that a program's workers issue comes to an end.
+
+The model is stricter than the hardware. A worker issues its list in order, into streams: one for computations, and one
+for each channel of messages. Streams may share hardware queues, in the worst case all of them one. A queue is in order:
+what stands behind an operation does not begin before that has ended. Sends and receives of one place and channel are
+one operation, as `batch_isend_irecv` makes them: it begins when all that was computed so far has ended, and ends when
+the other end of each of its messages has begun, too; nothing is buffered. What a node computes begins when the messages
+that it waits for have ended. It ends when all workers have begun it that take part: those of the node, and those of the
+replicas that share its parameters.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from dflop.step.instructions import Instruction, Op, Program, instructions_together
+from dflop.step.routes import make_routes
+
+__all__ = ["most_waiting", "unfinished"]
+
+
+@dataclass(slots=True)
+class _Operation:
+    """What a worker issues, by its first instruction. It begins when all in `needs` have ended, and ends when all of
+    its meetings with other workers have begun on all of them."""
+
+    first: Instruction
+    worker: int
+    stream: int
+    needs: list["_Operation"]
+    meetings: list[Hashable] = field(default_factory=list)
+    num_open: int = -1  # meetings that have not begun everywhere; negative before the operation begins
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_open >= 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_open == 0
+
+
+def _always(edge: int, microbatch: int) -> bool:
+    return True
+
+
+def unfinished(
+    program: Program, num_queues: int | None = None, has_message: Callable[[int, int], bool] = _always
+) -> dict[int, Instruction]:
+    """By worker, the instruction at which it waits for ever; empty where everything ends.
+
+    `num_queues` are the hardware queues that a worker's streams share, None for one each. `has_message` tells for an
+    edge and a microbatch whether there is anything to send.
+    """
+    return _World(program, num_queues, has_message).run()
+
+
+def most_waiting(program: Program) -> int:
+    """The most operations on messages that a worker can have begun at a time: one for each channel that it uses."""
+    routes = make_routes(program.workers, program.edges)
+    channels: dict[int, set[int]] = defaultdict(set)
+    for number, edge in enumerate(program.edges):
+        for is_forward in (True, False):
+            for worker in (worker for route in routes.of(number, is_forward) for worker in route):
+                channels[worker].add(edge.channel(is_forward))
+    return max(map(len, channels.values()), default=0)
+
+
+class _World:
+    """All workers' queues, and who has come to which meeting."""
+
+    def __init__(self, program: Program, num_queues: int | None, has_message: Callable[[int, int], bool]) -> None:
+        self._program, self._has_message = program, has_message
+        self._routes = make_routes(program.workers, program.edges)
+        self._queues: list[dict[int, deque[_Operation]]] = []
+        self._num_expected: Counter[Hashable] = Counter()
+        self._came: dict[Hashable, list[_Operation]] = defaultdict(list)
+        for worker, instructions in enumerate(program.instructions):
+            queues: dict[int, deque[_Operation]] = defaultdict(deque)
+            for operation in self._issued(worker, instructions):
+                queues[operation.stream if num_queues is None else operation.stream % num_queues].append(operation)
+                self._num_expected.update(operation.meetings)
+            self._queues.append(queues)
+
+    def run(self) -> dict[int, Instruction]:
+        """Carry out whatever can begin, until nothing can."""
+        to_do = list(range(len(self._queues)))
+        while to_do:
+            worker = to_do.pop()
+            for queue in self._queues[worker].values():
+                to_do += self._advance(queue)
+        heads = {
+            worker: [queue[0].first for queue in queues.values() if queue] for worker, queues in enumerate(self._queues)
+        }
+        return {worker: min(first, key=lambda item: item.place) for worker, first in heads.items() if first}
+
+    def _advance(self, queue: deque[_Operation]) -> Iterator[int]:
+        """Begin and end what stands at the head of a queue; gives the workers for which something has changed."""
+        while queue:
+            operation = queue[0]
+            if not operation.has_begun:
+                if not all(needed.has_ended for needed in operation.needs):
+                    return
+                operation.num_open = len(operation.meetings)
+                for meeting in operation.meetings:
+                    self._came[meeting].append(operation)
+                    if len(self._came[meeting]) == self._num_expected[meeting]:
+                        for other in self._came[meeting]:
+                            other.num_open -= 1
+                            yield other.worker
+            if not operation.has_ended:
+                return
+            queue.popleft()
+
+    def _issued(self, worker: int, instructions: Iterable[Instruction]) -> Iterator[_Operation]:
+        """The operations that a worker issues, in order."""
+        computed: list[_Operation] = []  # the last computation
+        awaited: list[_Operation] = []
+        receiving: dict[tuple[bool, int, int], _Operation] = {}
+        for is_message, items in instructions_together(instructions):
+            if is_message:
+                by_channel: dict[int, _Operation] = {}
+                for item in items:
+                    if not self._has_message(item.edge, item.microbatch):
+                        continue
+                    channel = self._program.edges[item.edge].channel(item.op.is_forward)
+                    operation = by_channel.setdefault(channel, _Operation(item, worker, 1 + channel, list(computed)))
+                    operation.meetings += self._messages(worker, item)
+                    if item.op.is_receive:
+                        receiving[item.op.is_forward, item.edge, item.microbatch] = operation
+                yield from (by_channel[channel] for channel in sorted(by_channel))
+                continue
+            for item in items:
+                if item.op.is_wait:
+                    if self._has_message(item.edge, item.microbatch):
+                        awaited.append(receiving[item.op.is_forward, item.edge, item.microbatch])
+                else:
+                    computed = [_Operation(item, worker, 0, awaited, [self._computed_together(item)])]
+                    awaited = []
+                    yield computed[0]
+
+    def _messages(self, worker: int, item: Instruction) -> Iterator[Hashable]:
+        """The messages of which the worker has an end. Two workers meet for each."""
+        for route in self._routes.of(item.edge, item.op.is_forward):
+            if worker == (route.sender if item.op.is_send else route.receiver):
+                yield item.op.is_forward, item.edge, item.microbatch, route
+
+    def _computed_together(self, item: Instruction) -> Hashable:
+        """What all workers have in common that compute together: those of the replicas of a stage in a sync of
+        gradients, those of the replicas that share parameters in every pass, else those of one node."""
+        node = self._program.nodes[item.node]
+        num_replicas = (
+            len(self._program.nodes) if item.op is Op.SYNC_GRADIENTS else self._program.num_shards[node.module]
+        )
+        return item.op, node.module, node.pp_stage, node.dp_rank // num_replicas, item.microbatch

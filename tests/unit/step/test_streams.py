@@ -1,0 +1,99 @@
+"""Whatever a program's workers issue comes to an end under NCCL's rules, however few queues their streams share."""
+
+import dataclasses
+import random
+
+import pytest
+from drawn_plans import orders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
+from dflop.step import make_program
+from dflop.step.streams import most_waiting, unfinished
+
+QUEUES = [None, 32, 8, 2, 1]
+SCHEDULES = [("1f1b", 1), ("interleaved_1f1b", 2), ("gpipe", 1)]
+
+
+def drawn_messages(program, seed: int, share: float):
+    """Some microbatches have nothing for some bridges: they are text alone, or their samples lie elsewhere."""
+    rng, drawn = random.Random(seed), {}
+
+    def has_message(edge: int, microbatch: int) -> bool:
+        if not program.edges[edge].is_bridge:
+            return True
+        return drawn.setdefault((edge, microbatch), rng.random() < share)
+
+    return has_message
+
+
+@settings(max_examples=400)
+@given(
+    order=orders(), num_queues=st.sampled_from(QUEUES), seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.3, 1.0])
+)
+def test_every_program_ends(order, num_queues, seed, share):
+    plan, frozen, slots = order
+    program = make_program(plan, TrainedSet(frozen), slots)
+    assert unfinished(program, num_queues, drawn_messages(program, seed, share)) == {}
+
+
+@settings(max_examples=100)
+@given(order=orders())
+def test_a_worker_has_at_most_eight_messages_under_way_which_leaves_most_sms_free(order):
+    plan, frozen, slots = order
+    assert most_waiting(make_program(plan, TrainedSet(frozen), slots)) <= 8
+
+
+def large_plan(placement: str, world_size: int, pp: int, schedule: str, num_chunks: int) -> Plan:
+    """Encoders on a quarter of the ranks, or on all of them."""
+    shares = placement != "disjoint"
+    num_encoding = {"disjoint": world_size // 4, "monolithic": world_size // pp}.get(placement, world_size)
+    llm = Grid(
+        module="llm",
+        num_ranks=world_size - (0 if shares else num_encoding),
+        pp=pp,
+        rank_offset=0 if shares else num_encoding,
+    )
+    return Plan(
+        placement=placement,
+        grids=(Grid(module="vision", num_ranks=num_encoding), llm),
+        num_microbatches=2 * pp,
+        schedule=schedule,
+        num_chunks=num_chunks,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
+@pytest.mark.parametrize("placement", ["disjoint", "colocated", "bubble_filled", "monolithic"])
+@pytest.mark.parametrize("world_size", [8, 16, 32, 64])
+def test_a_plan_of_several_nodes_ends(placement, world_size, schedule):
+    program = make_program(large_plan(placement, world_size, 2, *schedule))
+    assert unfinished(program, 1) == {}
+    assert unfinished(program, 32, drawn_messages(program, 0, 0.3)) == {}
+
+
+def received_late(program):
+    """The program with each receive at the computation that waits for it."""
+    lists = []
+    for items in program.instructions:
+        begun = {(item.op.is_forward, item.edge, item.microbatch): item for item in items if item.op.is_receive}
+        late = []
+        for item in items:
+            if item.op.is_wait:
+                receive = begun[item.op.is_forward, item.edge, item.microbatch]
+                late.append(dataclasses.replace(receive, place=item.place))
+            if not item.op.is_receive:
+                late.append(item)
+        lists.append(tuple(late))
+    return dataclasses.replace(program, instructions=tuple(lists))
+
+
+@pytest.mark.parametrize("world_size", [8, 16])
+def test_receives_that_begin_only_when_they_are_needed_wait_in_a_circle(world_size):
+    """So the model would find it, were messages not issued in the total order."""
+    program = received_late(make_program(large_plan("colocated", world_size, 2, "1f1b", 1)))
+    stuck = unfinished(program, 1)
+    assert sorted(stuck) == list(range(world_size))
+    assert all(item.op.is_send or item.op.is_receive or item.op.is_wait or item.place >= 0 for item in stuck.values())
