@@ -23,8 +23,12 @@ __all__ = ["check_model_command", "check_plan_command"]
 def check_plan_command(
     configs: tuple[str, ...], costs: Path, plan_path: Path, rank: int | None, pictures: int, side: int, text_tokens: int
 ) -> None:
-    """Compare a rank's predicted memory with that of its step, tracked on tensors without values: no GPU is needed."""
+    """Compare a rank's predicted memory with that of its step, and follow the messages of all ranks. No GPU is needed.
+
+    Memory is tracked on tensors without values. Messages are followed in a model of NCCL.
+    """
     from dflop.checks.plan_memory import MadeUpLoad, check_rank
+    from dflop.checks.plan_messages import messages_of
     from dflop.config import load_config
     from dflop.costs import CostModel
     from dflop.models import load_model_spec
@@ -48,6 +52,7 @@ def check_plan_command(
     for row in rows:
         ratio = f"{predicted[row] / tracked[row]:9.3f}" if tracked[row] else ""
         click.echo(f"{row:12}{predicted[row] / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
+    click.echo(f"\n{messages_of(plan, config.model.trained)}")
     if config.layers_of_costs != "eager":
         click.echo(
             f"the costs are of {config.layers_of_costs} layers, and tracked were eager ones, which keep more; to hold "

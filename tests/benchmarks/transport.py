@@ -1,0 +1,139 @@
+"""How much longer a step is with messages as a GPU carries them than as the simulator prices them.
+
+    python tests/benchmarks/transport.py --shapes FOLDER [--only llava_ov_7b]
+
+The simulator lets a message begin when it is made. On a GPU it begins when both ends have come to it: messages of one
+place in the total order and one channel are one operation, operations of a channel follow each other (`step.streams`),
+and receives begin ahead of need (`step.receiving`). Here a plan's batches are timed both ways, with the same seconds.
+*Late* is as if a receive began only when all is computed that stands before it. Plans are the fastest with pipelines of
+each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32 A100s over PCIe with 3
+Gbit/s. FOLDER, the mix and the costs are `planner.py`'s.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import gains
+import numpy as np
+
+from dflop.config import FixedGrid, FixedPlan, PlanConfig
+from dflop.plan import PLACEMENTS, Plan
+from dflop.plan.passes import FORWARD
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
+from dflop.step import StageTimes, make_program
+from dflop.step.routes import make_routes
+
+CLUSTERS = (
+    {"nodes": 8, "batch": 512, "device": "h100-80g", "intra_gbps": 3600, "inter_gbps": 400},
+    {"nodes": 4, "batch": 256, "intra_gbps": gains.PCIE_GBPS, "inter_gbps": 25 / 8},
+)
+MODELS = ("llava_ov_7b", "internvl_38b")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe")
+NUM_BATCHES = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, required=True, help="a folder of tables of real shapes")
+    parser.add_argument("--only", choices=MODELS)
+    arguments = parser.parse_args()
+    print(f"python {' '.join(sys.argv)}\n\n   longer      late   priced  plan", flush=True)
+    for preset in [arguments.only] if arguments.only else MODELS:
+        for cluster in CLUSTERS:
+            row = gains.Row(preset=preset, **cluster)
+            print(f"\n{row.name}", flush=True)
+            with tempfile.TemporaryDirectory() as name:
+                inputs = gains.inputs_of(row, arguments.shapes, Path(name))
+                for placement in PLACEMENTS:
+                    for schedule in SCHEDULES:
+                        judge(inputs, placement, schedule)
+
+
+def judge(inputs, placement: str, schedule: str) -> None:
+    """Print a line on the fastest plan with a pipeline of this placement and schedule."""
+    config, spec, costs, samples = inputs
+    found = None
+    for pp in (2, 4):
+        fixed = FixedPlan(modules={"llm": FixedGrid(pp=pp)})
+        within = PlanConfig(placements=[placement], schedules=[schedule], fixed=fixed)
+        best = gains.fastest(inputs, within)
+        if not isinstance(best, str) and (found is None or best.step_s < found.step_s):
+            found = best
+    if found is None:
+        return
+    plan = found.plan
+    pricer = Pricer(plan, costs, spec, config.cluster, precision=config.train.precision)
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    policy = replace(config.schedule, policy="search")
+    priced, carried, late = [], [], []
+    with BatchScheduler(samples, pricer, batches, policy, config.seed).open() as scheduler:
+        for step in range(NUM_BATCHES):
+            decided = scheduler.schedule(step)
+            times = pricer.stage_times(decided.shapes, decided.assignment)
+            slots = decided.assignment.slots
+            priced.append(pricer.timeline(times, slots).computed_s.max())
+            carried.append(carried_s(plan, pricer.order(slots), times))
+            late.append(carried_s(plan, pricer.order(slots), times, late=True))
+    longer = (f"{np.mean(steps) / np.mean(priced) - 1:9.2%}" for steps in (carried, late))
+    print(*longer, f" {np.mean(priced):7.3f}s  {plan}", flush=True)
+
+
+def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) -> float:
+    """When the last rank has computed, with messages as a GPU carries them, or with `late` receives."""
+    program = make_program(plan, rank=0)
+    routes = make_routes(program.workers, program.edges)
+    bridges = times.bridges
+    bridge_s = {
+        (source, target, microbatch): seconds
+        for source, target, microbatch, seconds in zip(
+            bridges.source.tolist(), bridges.target.tolist(), bridges.microbatch.tolist(), bridges.seconds.tolist(),
+            strict=True,
+        )
+    }  # fmt: skip
+    carriers, edges_of = defaultdict(list), {FORWARD: defaultdict(list), 1 - FORWARD: defaultdict(list)}
+    for index, worker in enumerate(program.workers):
+        for node in worker.nodes:
+            carriers[node].append(index)
+    for number, edge in enumerate(program.edges):
+        edges_of[FORWARD][edge.source].append(number)
+        edges_of[1 - FORWARD][edge.target].append(number)
+    clock_s, free_s, arrived_s = np.zeros(len(program.workers)), defaultdict(float), defaultdict(float)
+    first_node, dp, num_parts = compiled.stages[:, 1], compiled.stages[:, 0], compiled.stages[:, -1]
+    for which, stage, microbatch, part in compiled.order.tolist():
+        share = dp[stage] // num_parts[stage]
+        nodes = range(first_node[stage] + part * share, first_node[stage] + (part + 1) * share)
+        for node in nodes:
+            begin_s = max(arrived_s[which, node, microbatch], clock_s[carriers[node]].max())
+            seconds = (times.forward_s if which == FORWARD else times.backward_s)[node, microbatch]
+            clock_s[carriers[node]] = begin_s + seconds
+        messages, ended_s = [], defaultdict(float)
+        for number in (number for node in nodes for number in edges_of[which][node]):
+            edge = program.edges[number]
+            seconds = (
+                bridge_s.get((edge.source, edge.target, microbatch))
+                if edge.is_bridge
+                else times.chain_s[edge.source, microbatch]
+            )
+            if seconds is None:
+                continue
+            channel, taker = edge.channel(which == FORWARD), edge.target if which == FORWARD else edge.source
+            for ends in routes.of(number, which == FORWARD):
+                begin_s = max(clock_s[ends.sender], *(free_s[worker, channel] for worker in ends))
+                if late:
+                    begin_s = max(begin_s, clock_s[ends.receiver])
+                messages.append((ends.receiver, channel, taker))
+                for worker in ends:
+                    ended_s[worker, channel] = max(ended_s[worker, channel], begin_s + seconds)
+        free_s |= ended_s
+        for receiver, channel, taker in messages:
+            key = which, taker, microbatch
+            arrived_s[key] = max(arrived_s[key], ended_s[receiver, channel])
+    return float(clock_s.max())
+
+
+if __name__ == "__main__":
+    main()
