@@ -16,6 +16,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from dflop.base.torch_versions import grouped_queries
+
 __all__ = ["PACKED", "OneSegment", "SegmentEnds", "packed_attention"]
 
 PACKED = "dflop_packed"
@@ -112,7 +114,14 @@ def _varlen(
 
         window = (-1, 0) if is_causal else (-1, -1)
         attended = varlen_attn(
-            *packed, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True
+            *packed,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=window,
+            **grouped_queries(varlen_attn),
         )
     return attended.unsqueeze(0)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dflop.base.torch_versions import reduce_unused, with_unused
 from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import rows_of
@@ -47,7 +48,7 @@ class Units:
         # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
         shared.set_gradient_divide_factor(1.0)
         shared.set_force_sum_reduction_for_comms(True)
-        shared.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused(shared)
 
 
 class SharedPasses(nn.Module):
@@ -63,7 +64,9 @@ class SharedPasses(nn.Module):
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Run `compute`, which uses the stage."""
-        return compute()
+        outputs = compute()
+        learned = next((edge for edge, output in outputs.items() if output.requires_grad), None)
+        return outputs if learned is None else outputs | {learned: with_unused(self, outputs[learned])}
 
     def sum_over_copies(self, on: bool) -> None:
         """Set whether the next backward sums gradients over all copies of the parameters, as the last one of a step

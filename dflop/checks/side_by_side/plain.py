@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from dflop.base.torch_versions import reduce_unused, with_unused
 from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
 from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
@@ -139,7 +140,8 @@ class _Whole(nn.Module):
             blank = replace(media, items=like.new_zeros((1, *self.item_shape)))
             unused = 0.0 * self.encoder.encode(self.encoder.embed(blank), blank)[-1].sum()
         nothing = like.new_zeros((0, self.feature_size))
-        return self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
+        loss = self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
+        return with_unused(self, loss) if self.encodes_always else loss
 
 
 def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
@@ -148,7 +150,7 @@ def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
     for stage in (whole.encoder, whole.llm):
         for name in stage.units:
             fully_shard(stage.hf.get_submodule(name), mesh=mesh)
-    fully_shard(whole, mesh=mesh).set_reduce_scatter_unused_params(True)
+    reduce_unused(fully_shard(whole, mesh=mesh))
     return whole
 
 

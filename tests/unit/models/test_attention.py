@@ -1,14 +1,17 @@
 """Packed attention equals the textbook formula on each segment by itself."""
 
+import inspect
 import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
 
+from dflop.base.torch_versions import grouped_queries
 from dflop.models import attention
 from dflop.models.attention import PACKED, packed_attention
 
@@ -94,6 +97,42 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_one_copy_of_the_b
     first, second = seen
     assert first is second
     assert (first.dtype, first.tolist()) == (torch.int32, [0, 2, 3, 9])
+
+
+def kernel_of_torch_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """Segment by segment; it checks no numbers of heads, and its kernel repeats key-value heads by itself."""
+    assert max_q == max_k == max(cu_seq_q.diff())
+    segments = [
+        textbook_attention(
+            *(part[start:end].transpose(0, 1)[None] for part in (query, key, value)), scale, window_size == (-1, 0)
+        )
+        for start, end in itertools.pairwise(cu_seq_q.tolist())
+    ]
+    return torch.cat(segments, dim=2)[0].transpose(0, 1)
+
+
+def kernel_of_torch_2_13(query, key, value, *bounds, enable_gqa=False, seqused_k=None, block_table=None, **how):
+    """It refuses fewer key-value heads than queries, unless it is told to expect them."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return kernel_of_torch_2_11(query, key, value, *bounds, **how)
+
+
+@pytest.mark.parametrize("kernel", [kernel_of_torch_2_11, kernel_of_torch_2_13])
+def test_torchs_kernel_is_called_as_its_version_has_it(kernel, monkeypatch):
+    monkeypatch.setattr(attention, "_flash_attention", lambda: None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    tensors, ends = draw(9, 4, 2, 8, seed=0), [2, 3, 9]
+    for is_causal in (True, False):
+        exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3, is_causal=is_causal)
+        torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, is_causal), exact)
+
+
+def test_the_installed_torchs_kernel_takes_what_it_is_passed():
+    kernel = torch.nn.attention.varlen.varlen_attn
+    told = {"scale": 0.3, "window_size": (-1, 0), **grouped_queries(kernel)}
+    inspect.signature(kernel).bind(*range(7), **told)
 
 
 def test_a_mask_beside_the_segments_is_refused():
