@@ -82,8 +82,8 @@ class FamilyRuntime:
     ) -> EncoderStage | LlmStage:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
-        Weights are drawn on the CPU, so that they are the same on every device; drawing them on the device itself
-        (`draw_on`) is quicker. With several tensor-parallel `ranks`, each keeps its part of a block as soon as the
+        Weights of a checkpoint are read into place, on `device` and in `dtype`, and nothing is drawn. Others are drawn
+        on the CPU, so that they are the same on every device; drawing them on the device itself (`draw_on`) is quicker. With several tensor-parallel `ranks`, each keeps its part of a block as soon as the
         block is drawn, and reads only that part from the checkpoint. If replicas shard parameters, `share` turns each
         unit (`Stage.units`), as soon as it is drawn, into this replica's rows of it, as DTensors on the device; only
         these rows are read from the checkpoint. If `is_empty`, the values of the weights do not matter, and the stage
@@ -112,10 +112,11 @@ class FamilyRuntime:
                 unit = hf.get_submodule(name)  # dividing may have replaced it
                 share(unit if is_empty else _as_dtype(unit, dtype))
 
-        draw_weights(hf, seed, draw_on, complete, is_empty=is_empty)
+        reads = checkpoint is not None and not is_empty
+        draw_weights(hf, seed, draw_on, complete, is_empty=is_empty, are_read=(device, dtype) if reads else None)
         if stage.is_last and module == "llm" and config.tie_word_embeddings:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
-        if checkpoint is not None and not is_empty:
+        if reads:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
         stage.set_recomputed(num_recomputed)
         return (stage if is_empty else _as_dtype(stage, dtype).to(device)).train()

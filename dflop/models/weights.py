@@ -32,13 +32,17 @@ def draw_weights(
     then: Callable[[str, nn.Module], None] = lambda name, module: None,
     *,
     is_empty: bool = False,
+    are_read: tuple[torch.device | str, torch.dtype] | None = None,
 ) -> None:
     """Allocate the tensors of a model on the meta device, and initialise each submodule as transformers does, from a
     seed of its own. With `is_empty` the tensors are not initialised, because their values do not matter.
 
+    If parameters will be read from a checkpoint, `are_read` is the device and the dtype to read them into. They are
+    allocated there without values, and only buffers are initialised.
+
     `then` is called with the name and module of each submodule once it is complete, and may replace it in the model.
     """
-    _draw(model, model, "", seed, device, then, is_empty)
+    _draw(model, model, "", seed, device, then, is_empty, are_read)
 
 
 @torch.no_grad()
@@ -50,17 +54,21 @@ def _draw(
     device: torch.device | str,
     then: Callable[[str, nn.Module], None],
     is_empty: bool,
+    are_read: tuple[torch.device | str, torch.dtype] | None,
 ) -> None:
     """`owner` is the innermost Hugging Face model that contains the submodule: it initialises the submodule."""
     for own_name, own in module._parameters.items():
         if own is not None:  # a new parameter, because `to_empty` cannot replace the data by fake tensors
-            module._parameters[own_name] = nn.Parameter(torch.empty_like(own, device=device), own.requires_grad)
+            on, dtype = are_read or (device, own.dtype)
+            made = nn.Parameter(torch.empty_like(own, device=on, dtype=dtype), own.requires_grad)
+            made._is_hf_initialized = are_read is not None  # transformers leaves such parameters as they are
+            module._parameters[own_name] = made
     for own_name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[own_name] = torch.empty_like(buffer, device=device)
     for child_name, child in list(module.named_children()):
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty)
+        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty, are_read)
     own = list(module._parameters.values())
     if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else another stage has them
         _seed_generator(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF), device)

@@ -16,9 +16,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from dflop.base import UserError
+from dflop.costs.live_bytes import LiveBytes
 from dflop.models import ItemCount, family_of, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.presets import TINY_LLM
@@ -492,6 +494,35 @@ def saved_model(case: Case, folder: Path, config: PretrainedConfig, **settings) 
     model = case.runtime.architecture(deepcopy(config))
     model.save_pretrained(folder, **settings)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+class Drawn(TorchDispatchMode):
+    """The operations that draw random numbers inside this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in operation.tags and not made.is_meta:
+            self.operations.append(str(operation))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stage_from_a_checkpoint_draws_nothing_and_needs_hardly_more_than_it_holds(case, tmp_path, dtype):
+    config = case.config()
+    saved_model(case, tmp_path, config)
+    with Drawn() as drawn:
+        case.stage(config, "llm")
+    assert any("normal_" in name for name in drawn.operations)
+    for module in ("vision", "llm"):
+        with Drawn() as drawn, LiveBytes() as live:
+            stage = case.stage(config, module, checkpoint=tmp_path, dtype=dtype)
+        assert not drawn.operations
+        assert {own.dtype for own in stage.parameters()} == {dtype}
+        assert live.peak < 1.2 * sum(own.nbytes for own in [*stage.parameters(), *stage.buffers()])
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "400KB"])
