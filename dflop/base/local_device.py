@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from dflop.base.errors import UserError
+from dflop.base.numa import stay_near
 
 __all__ = ["device_name", "local_device"]
 
 
 def local_device(kind: str) -> torch.device:
-    """The CPU, or this rank's own GPU, which becomes the current one.
+    """The CPU, or this rank's own GPU, which becomes the current one; the rank then stays on the cores beside it.
 
     Raises:
         UserError: on every rank of a node that has fewer GPUs than ranks.
@@ -27,6 +28,7 @@ def local_device(kind: str) -> torch.device:
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    stay_near(device)
     return device
 
 

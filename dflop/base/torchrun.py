@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Mapping
 
 from dflop.base.errors import UserError
+from dflop.base.gpu_environment import gpu_environment
 from dflop.base.signals import STOP_SIGNALS, SignalListener, children_of, stop_signals_blocked
 from dflop.config import ClusterConfig
 
@@ -64,6 +65,7 @@ def run_ranks(
         # Threads that spin while they wait make timings collapse on a busy machine.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
+        **(gpu_environment(os.environ) if cluster.device == "cuda" else {}),
     }
     meeting = _at_loopback(num_nodes) if is_here else [rendezvous(num_nodes)]
     job = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]

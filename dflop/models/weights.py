@@ -68,7 +68,9 @@ def _draw(
             module._buffers[own_name] = torch.empty_like(buffer, device=device)
     for child_name, child in list(module.named_children()):
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _draw(child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty, are_read)
+        _draw(
+            child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty, are_read
+        )
     own = list(module._parameters.values())
     if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else another stage has them
         _seed_generator(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF), device)

@@ -22,9 +22,12 @@ from dflop.train.rank_model import NodeModel, RankModel
 __all__ = ["export_model", "write_processors"]
 
 
-def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype) -> None:
+def export_model(
+    folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> None:
     """Write `folder`, whole or not at all, from what each rank holds of the model; every rank must call this. Weights
     are written as `dtype`. If that is wider than the dtype of the parameters, they come from the optimiser's masters.
+    Ranks wait for each other's files over `group`, whose time limit must fit a slow file system.
 
     No rank gathers the whole model. The files are those of an ordinary sharded checkpoint, one for each pipeline stage
     and tensor-parallel rank; the tensor-parallel ranks of a stage divide its tensors among them.
@@ -37,7 +40,7 @@ def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype)
     if is_main:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    dist.barrier()
+    dist.barrier(group)
     files = [
         (grid.module, number, place)
         for grid in plan.grids
@@ -55,7 +58,7 @@ def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype)
         file = part / f"model-{index:05d}-of-{len(files):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors writes files for their owner alone
-    dist.barrier()
+    dist.barrier(group)
     if is_main:
         _write_index(part)
         model.hf_config.dtype = dtype
@@ -65,7 +68,7 @@ def export_model(folder: Path, plan: Plan, model: RankModel, dtype: torch.dtype)
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)
-    dist.barrier()
+    dist.barrier(group)
 
 
 def write_processors(

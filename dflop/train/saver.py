@@ -9,6 +9,7 @@ rank has failed.
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,19 @@ from dflop.train.observations import Observations
 
 __all__ = ["CheckpointSaver"]
 
+# How long a rank waits for another one to write: a shared file system may be slow. Silent ranks are found much earlier.
+_LONGEST_WRITE = timedelta(hours=1)
+
 
 class CheckpointSaver:
-    """One rank's saver. Every rank must construct it, and call `save` and `wait` in the same order."""
+    """One rank's saver. Every rank must construct it, and call `save` and `wait` in the same order.
+
+    Over `group` ranks wait for each other's files. Use it only while no checkpoint is being written.
+    """
 
     def __init__(self, folder: Path, observations: Observations) -> None:
         self._folder, self._observations = folder, observations
-        self._group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[tuple[int, str, str], torch.Tensor] = {}
@@ -51,8 +58,8 @@ class CheckpointSaver:
 
         def write() -> None:
             try:
-                trouble = do_together(lambda: self._observations.write(observed, num_steps), self._group)
-                trouble = trouble or save_checkpoint(self._folder, num_steps, staged, dict(run), self._group)
+                trouble = do_together(lambda: self._observations.write(observed, num_steps), self.group)
+                trouble = trouble or save_checkpoint(self._folder, num_steps, staged, dict(run), self.group)
                 self.unsaved = (num_steps, trouble) if trouble else None
             except BaseException as error:  # for `wait` to raise
                 self._error = error

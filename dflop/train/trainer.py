@@ -155,7 +155,8 @@ class Trainer:
         self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
             precision = self.config.train.export_precision or self.config.train.precision
-            export_model(self.files.out / "model", self.plan, self.model, COMPUTES_IN[precision])
+            folder = self.files.out / "model"
+            export_model(folder, self.plan, self.model, COMPUTES_IN[precision], self.saver.group)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"
