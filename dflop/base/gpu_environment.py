@@ -22,8 +22,8 @@ _ALLOCATOR, _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expa
 def gpu_environment(environ: Mapping[str, str], interfaces: Collection[str] | None = None) -> dict[str, str]:
     """What `environ` lacks. `interfaces` are the names of this machine's network interfaces; None looks them up.
 
-    gloo, which carries the messages of checkpoints, uses the interface of NCCL if `NCCL_SOCKET_IFNAME` names one. It may
-    also name several by how they begin, or those to leave out, which gloo does not understand.
+    gloo, which carries the messages of checkpoints, uses the interface of NCCL if `NCCL_SOCKET_IFNAME` names one. That
+    variable may also name several by how they begin, or those to leave out, which gloo does not understand.
     """
     wanted = dict(_ALWAYS)
     if not any(name in environ for name in _ALLOCATOR):

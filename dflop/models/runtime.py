@@ -83,12 +83,12 @@ class FamilyRuntime:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
         Weights of a checkpoint are read into place, on `device` and in `dtype`, and nothing is drawn. Others are drawn
-        on the CPU, so that they are the same on every device; drawing them on the device itself (`draw_on`) is quicker. With several tensor-parallel `ranks`, each keeps its part of a block as soon as the
-        block is drawn, and reads only that part from the checkpoint. If replicas shard parameters, `share` turns each
-        unit (`Stage.units`), as soon as it is drawn, into this replica's rows of it, as DTensors on the device; only
-        these rows are read from the checkpoint. If `is_empty`, the values of the weights do not matter, and the stage
-        may be made of fake tensors. The first `num_recomputed` layers are recomputed in backward
-        (`Stage.set_recomputed`).
+        on the CPU, so that they are the same on every device; drawing them on the device itself (`draw_on`) is quicker.
+        With several tensor-parallel `ranks`, each keeps its part of a block as soon as the block is made, and reads
+        only that part from the checkpoint. If replicas shard parameters, `share` turns each unit (`Stage.units`), as
+        soon as it is made, into this replica's rows of it, as DTensors on the device; only these rows are read. If
+        `is_empty`, the values of the weights do not matter, and the stage may be made of fake tensors. The first
+        `num_recomputed` layers are recomputed in backward (`Stage.set_recomputed`).
 
         Raises:
             UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided this way.

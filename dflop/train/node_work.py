@@ -34,6 +34,8 @@ __all__ = ["EncoderWork", "LlmWork", "make_works"]
 
 # The key of the loss among outputs, which otherwise have the number of their edge.
 _LOSS = -1
+# The name of the sequence of batches that are trained on.
+_TRAINING = "training"
 
 
 class _Work(ABC):
@@ -77,10 +79,12 @@ class _Work(ABC):
         before, self._loader = self._loader, loader
         return before
 
-    def begin_step(self, schedule: StepSchedule, batches: str = "training") -> None:
+    def begin_step(self, schedule: StepSchedule, batches: str = _TRAINING) -> None:
         """Begin a step, and drop what is left of the last one. `batches` names the sequence of batches that the
         schedule's step is an index of."""
         self.schedule, self._batch = schedule, f"{batches}/{schedule.step}"
+        if batches == _TRAINING:  # all ranks have ended the step before, and evaluation
+            self._undecodable.forget()
         self.data_wait_s = 0.0
         self.num_undecodable = self.num_dropped_targets = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -180,9 +184,10 @@ class EncoderWork(_Work):
 
     def _receive_input(self, microbatch: int, loaded: LoadedMedia) -> EncoderBatch:
         self.unreadable += loaded.unreadable
-        if loaded.undecodable:
-            chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
-            self._undecodable.tell(self._batch, microbatch, chosen[list(loaded.undecodable)].tolist())
+        chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
+        if self.stage.is_first and self._own.ranks.is_first and len(chosen):  # it has decoded
+            undecodable = chosen[list(loaded.undecodable)].tolist()
+            self._undecodable.tell(self._batch, microbatch, self.node, undecodable)
         return self._with_items(loaded.batch.to(self.device, self._dtype))
 
     def _with_items(self, batch: EncoderBatch) -> EncoderBatch:
@@ -281,11 +286,18 @@ class LlmWork(_Work):
 
     def _learnable(self, microbatch: int, batch: TextBatch) -> TextBatch:
         """The microbatch without the targets of samples whose media could not be decoded."""
-        chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
-        if not self.schedule.num_items[chosen].any():
+        chosen = samples_of(self.schedule, self.node, microbatch)
+        decoders = [
+            node
+            for node in self.program.nodes
+            if node.module != "llm"
+            and node.pp_stage == 0
+            and (samples_of(self.schedule, node, microbatch) & chosen).any()
+        ]
+        if not decoders:
             return batch
-        undecodable = self._undecodable.of(self._batch, microbatch)
-        segments = [place for place, sample in enumerate(chosen.tolist()) if sample in undecodable]
+        undecodable = self._undecodable.of(self._batch, microbatch, decoders)
+        segments = [place for place, sample in enumerate(np.flatnonzero(chosen).tolist()) if sample in undecodable]
         if not segments:
             return batch
         learnable = without_targets_of(batch, segments)

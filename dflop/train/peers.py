@@ -26,7 +26,13 @@ _MOST_BETWEEN_S = 3.0
 # How much longer than predicted, or than the longest one so far, a step may take.
 _TIMES_LONGER = 5
 # Functions in which a rank waits for others: the end of the file's path, and the beginning of the function's name.
-_WAITS = (("distributed_c10d.py", ""), ("step/run.py", "receive"), ("step/run.py", "end"), ("feed.py", "get"))
+_WAITS = (
+    ("distributed_c10d.py", ""),
+    ("step/run.py", "receive"),
+    ("step/run.py", "end"),
+    ("feed.py", "get"),
+    ("undecodable.py", "of"),
+)
 
 
 def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> float:
