@@ -18,9 +18,14 @@ from torch import nn
 from transformers import AttentionInterface
 
 from dflop.models.attention import PACKED, SegmentEnds, packed_attention
+from dflop.models.compile_log import keep_log, why_not_compiled
 from dflop.models.stages import Stage
 
 __all__ = ["compile_layers", "compiles_layers", "replace_forwards"]
+
+# All layers of a kind share graphs, but there are some for each of: training and evaluation, recomputed or not, frozen
+# or not, one position or many. Five of these modes make 22, and torch gives up at 8 by default.
+_MOST_GRAPHS = 64
 
 
 def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None]:
@@ -28,15 +33,18 @@ def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None
     warning, if they should be but cannot."""
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return False, None
-    missing = _missing_compiler(device)
-    if missing is None:
-        return True, None
-    return False, f"`train.compile` is '{wanted}', and torch.compile finds no {missing}: layers stay eager"
+    if missing := _missing_compiler(device):
+        return False, f"`train.compile` is '{wanted}', and torch.compile finds no {missing}: layers stay eager"
+    if reason := why_not_compiled(device):
+        return False, f"`train.compile` is '{wanted}', and torch.compile fails ({reason}): layers stay eager"
+    return True, None
 
 
 def compile_layers(stage: Stage) -> None:
     """Have a stage's layers compiled, each when it first runs. A layer that cannot be compiled stays eager."""
     torch._dynamo.config.suppress_errors = True
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    keep_log()
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     replace_forwards(stage, partial(torch.compile, dynamic=True))
 
@@ -93,6 +101,9 @@ def _wide_gradients_aside(layer: nn.Module) -> Iterator[None]:
 
 def _missing_compiler(device: torch.device) -> str | None:
     if device.type == "cuda":
-        return None if importlib.util.find_spec("triton") else "package triton"
+        if not importlib.util.find_spec("triton"):
+            return "package triton"
+        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+        return None if any(map(shutil.which, compilers)) else f"C compiler ({', '.join(compilers)})"
     compiler = os.environ.get("CXX") or "g++"
     return None if shutil.which(compiler) else f"C++ compiler ({compiler})"

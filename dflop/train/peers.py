@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch.distributed as dist
@@ -44,11 +45,20 @@ def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> fl
 class PeerWatch(threading.Thread):
     """One rank's thread. With `begin`, the main thread starts a task and ends the one before."""
 
-    def __init__(self, store: dist.Store, rank: int, carried: str, world_size: int, timeout_s: float) -> None:
-        """`carried` says in words which stages this rank carries. Every rank must have constructed its watch before any
-        of them calls `begin`."""
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        carried: str,
+        world_size: int,
+        timeout_s: float,
+        compiled: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        """`carried` says in words which stages this rank carries. `compiled` counts how often compiling has begun and
+        ended on this rank. Every rank must have constructed its watch before any of them calls `begin`."""
         super().__init__(daemon=True, name="peer-watch")
         self._store, self._rank, self._world_size = store.clone(), rank, world_size
+        self._compiled = compiled
         self._about = {"carried": carried, "host": socket.gethostname(), "pid": os.getpid()}
         self._between_s = min(timeout_s / _NUM_SIGNS, _MOST_BETWEEN_S)
         self._main_thread = threading.get_ident()
@@ -61,7 +71,8 @@ class PeerWatch(threading.Thread):
     def begin(self, what: str, limit_s: float | None = None, *, needs_silence: bool = False) -> None:
         """Begin a task, described by `what`, that may take `limit_s` seconds (None: any time).
 
-        With `needs_silence`, a task that takes longer ends the job only if a rank gives no sign of life.
+        With `needs_silence`, a task that takes longer ends the job only if a rank gives no sign of life. So it is while
+        any rank compiles, as it may at its first microbatch of a new kind.
         """
         with self._lock:
             self._what, self._began = what, time.monotonic()
@@ -97,8 +108,10 @@ class PeerWatch(threading.Thread):
 
     def _give_sign(self) -> None:
         self._count += 1
+        begun, ended = self._compiled()
         sign = self._about | {"count": self._count, "at": _place(sys._current_frames().get(self._main_thread))}
-        self._store.set(f"alive/{self._rank}", json.dumps(sign | {"what": getattr(self, "_what", "starting")}))
+        sign |= {"what": getattr(self, "_what", "starting"), "graphs": begun, "is_compiling": begun > ended}
+        self._store.set(f"alive/{self._rank}", json.dumps(sign))
 
     def _signs(self) -> list[dict]:
         return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]
@@ -107,7 +120,10 @@ class PeerWatch(threading.Thread):
         """End this process if a rank is silent, or if the task may not take longer in any case."""
         now = self._signs()
         silent = [rank for rank, sign in enumerate(now) if sign["count"] == before[rank]["count"]]
-        if needs_silence and not silent:
+        compiles = any(
+            sign["is_compiling"] or sign["graphs"] > was["graphs"] for sign, was in zip(now, before, strict=True)
+        )
+        if (needs_silence or compiles) and not silent:
             return
         busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]
         named = silent or busy

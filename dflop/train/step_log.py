@@ -108,6 +108,7 @@ class StepLog:
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
             "num_undecodable": int(totals["undecodable"]),
+            "num_eager": int(totals["eager"]),
             "extrapolated": float(schedule.extrapolated.mean()),
             "corrections_version": schedule.corrections_version,
             "measures": schedule.measures,

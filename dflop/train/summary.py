@@ -67,6 +67,8 @@ def summarise(
         "num_left_out": num_left_out,  # samples that no device could hold
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "num_undecodable": sum(step.get("num_undecodable", 0) for step in steps),
+        # Functions of layers, over all ranks, that could not be compiled, or only for some of their inputs.
+        "num_eager": own[-1].get("num_eager", 0),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
         "measured_over_predicted": _measured_over_predicted(merged.observations),

@@ -8,6 +8,7 @@ the norm and how busy the ranks were.
 import gc
 import math
 import os
+import sys
 import time
 
 import numpy as np
@@ -20,6 +21,7 @@ from dflop.base.local_device import device_name
 from dflop.base.process_memory import process_bytes
 from dflop.config import Config
 from dflop.models.compilation import compiles_layers
+from dflop.models.compile_log import compiled_so_far
 from dflop.models.precision import COMPUTES_IN
 from dflop.plan import load_plan
 from dflop.schedule import StepSchedule
@@ -66,10 +68,19 @@ class Trainer:
         dtype = COMPUTES_IN[config.train.precision]
         self.topology = join_world(self.plan, program, config.cluster.device, dtype)
         world = self.topology
-        self.watch = PeerWatch(world.store, world.rank, world.carried, world.world_size, config.train.peer_timeout_s)
+        compiled = self.compiled = compiled_so_far()
+        self.watch = PeerWatch(
+            world.store,
+            world.rank,
+            world.carried,
+            world.world_size,
+            config.train.peer_timeout_s,
+            lambda: (compiled.num_begun, compiled.num_ended),
+        )
         self._say(f"{self.topology.world_size} ranks have met; they build the model")
-        if why_eager := compiles_layers(config.train.compile, self.topology.device)[1]:
-            self._say(why_eager)
+        why_eager = compiles_layers(config.train.compile, self.topology.device)[1]
+        if why_eager and os.environ.get("LOCAL_RANK", "0") == "0":  # a node says it once; others may compile
+            print(f"dflop: WARNING: {why_eager}", file=sys.stderr, flush=True)
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
         if self.topology.is_main:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
@@ -151,6 +162,11 @@ class Trainer:
         if self.topology.is_main:
             print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
 
+    def _say_what_is_compiled(self, num_eager: int) -> None:
+        if num_eager:
+            reason = self.compiled.reason or "other ranks know the reason"
+            self._say(f"WARNING: {num_eager} functions of layers run eager on some ranks, not compiled: {reason}")
+
     def _export(self) -> None:
         self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
@@ -196,6 +212,8 @@ class Trainer:
             if step == max(self.first_step + NUM_WARMUP_STEPS, config.steps // 2):
                 self.observations.keep_schedule(schedule)
             self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts, evaluated)
+            if step == self.first_step + 1:
+                self._say_what_is_compiled(round(totals["eager"]))
         self.feed.forget(step)
         return totals["asked_to_stop"] > 0
 
@@ -231,6 +249,7 @@ class Trainer:
                 "data_wait_s": sum(work.data_wait_s for work in works),
                 "unreadable": sum(len(work.unreadable) for work in works),
                 "undecodable": sum(work.num_undecodable for work in works),
+                "eager": self.compiled.num_eager,
                 "dropped_targets": sum(work.num_dropped_targets for work in works),
                 "asked_to_stop": float(bool(self.stop)),
             },

@@ -50,6 +50,7 @@ def training_section(trained: TrainedRun) -> TrainingSection:
             ("num_left_out", "samples were left out, which no device can hold."),
             ("num_unreadable", "media were not as profiled; they were scaled, cut, filled up or left blank."),
             ("num_undecodable", "media could not be decoded; nothing was learned from their samples."),
+            ("num_eager", "functions of layers were not compiled, or not for all inputs, and ran eager."),
         )
         if (count := summary.get(key))
     ]

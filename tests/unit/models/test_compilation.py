@@ -1,5 +1,6 @@
 """Compiled layers compute what eager ones do, and are compiled once for any number of tokens and samples."""
 
+import re
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -7,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from transformers import AttentionInterface
 
 from dflop.costs.design import Point
@@ -14,6 +16,7 @@ from dflop.costs.measure import Bench
 from dflop.models import family_of, load_runtime
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compilation import compile_layers, compiles_layers
+from dflop.models.compile_log import compiled_so_far, why_not_compiled
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.stages import LlmStage, Stage
 
@@ -25,19 +28,19 @@ NUM_LAYERS = 2
 def as_it_was(monkeypatch):
     """What compiling sets for the whole process is what it was for the tests that follow."""
     monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, packed_attention)
-    with torch._dynamo.config.patch(suppress_errors=False):
+    with torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8):
         yield
     torch._dynamo.reset()
 
 
-def build(module: str, **settings: object) -> Stage:
+def build(module: str, num_layers: int = NUM_LAYERS, **settings: object) -> Stage:
     family = family_of("llava_onevision")
     runtime = load_runtime(family.name)
     spec = family.make_spec("tiny", deepcopy(family.presets["tiny"]), {})
-    spec = runtime.with_depth(spec, module, NUM_LAYERS)
+    spec = runtime.with_depth(spec, module, num_layers)
     config = runtime.make_config(spec, {"image": 1001, "video": 1002, "audio": 1003}, 1024)
     return with_hooks(
-        runtime.build_stage(config, module, layers=range(NUM_LAYERS), seed=2, dtype=torch.float64, **settings)
+        runtime.build_stage(config, module, layers=range(num_layers), seed=2, dtype=torch.float64, **settings)
     )
 
 
@@ -152,6 +155,63 @@ def test_layers_of_bf16_with_gradients_in_fp32_are_compiled_whole_but_for_packed
 )
 def test_layers_are_compiled_where_the_config_has_it(wanted, device, expected):
     assert compiles_layers(wanted, device) == (expected, None)
+
+
+def test_a_compiler_that_fails_is_found_out_before_layers_run(monkeypatch):
+    why_not_compiled.cache_clear()
+    with inductor_config.patch({"cpp.cxx": ("false",)}):
+        is_compiled, why_not = compiles_layers("on", CPU)
+    why_not_compiled.cache_clear()
+    assert not is_compiled
+    assert re.fullmatch(r"`train.compile` is 'on', and torch.compile fails \(\w+: .+\): layers stay eager", why_not)
+
+
+def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_counted_with_the_reason(monkeypatch):
+    def no_backend(graph, inputs):
+        raise MemoryError("no room for a kernel")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=no_backend))
+    eager, compiled = build("llm"), build("llm")
+    compile_layers(compiled)
+    before = compiled_so_far().num_fallbacks
+    for theirs, ours in zip(passed(eager, [9]), passed(compiled, [9]), strict=True):
+        assert torch.equal(theirs, ours)
+    assert compiled_so_far().num_fallbacks > before
+    assert compiled_so_far().reason == "MemoryError: no room for a kernel"
+
+
+def all_modes(stage: LlmStage) -> None:
+    """Passes of every kind that training and evaluation have."""
+    for num_recomputed, is_trained in ((0, True), (3, True), (3, False)):
+        stage.set_recomputed(num_recomputed)
+        stage.requires_grad_(is_trained)
+        for lengths in ([7, 5], [30], [1]):
+            text = text_of(lengths)
+            for mode in (stage.train(), stage.eval()):
+                with torch.set_grad_enabled(mode.training):
+                    hidden = stage.embed(text, []).detach().requires_grad_(mode.training)
+                    output = stage(hidden, text)
+                if output.requires_grad:
+                    output.backward()
+
+
+def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_counted(monkeypatch):
+    # What torch.compile traces is what counts here, and not what its compiler makes of it.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    stage = build("llm", num_layers=6)
+    compile_layers(stage)
+    before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
+    all_modes(stage)
+    assert compiled_so_far().num_eager == before
+    assert compiled_so_far().num_ended > num_compiled
+    assert compiled_so_far().seconds > 0.0
+    torch._dynamo.reset()
+    stage = build("llm", num_layers=6)
+    compile_layers(stage)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        all_modes(stage)
+    assert compiled_so_far().num_limits > 0
+    assert "recompile_limit" in compiled_so_far().reason
 
 
 def test_without_a_compiler_layers_stay_eager_and_it_is_said(monkeypatch):

@@ -35,7 +35,6 @@ def test_a_stage_that_replicas_share_is_never_whole_on_a_rank(tp):
 
 @pytest.mark.parametrize("wanted", ["on", "off"])
 def test_the_layers_of_every_stage_are_compiled_where_the_config_asks_for_it(wanted, monkeypatch):
-    monkeypatch.setenv("CXX", "true")  # a program that there is: nothing is compiled before a layer runs
     monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, packed_attention)
     grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))
     plan = Plan(placement="colocated", grids=grids, num_microbatches=1)

@@ -168,7 +168,7 @@ def test_a_line_that_the_disk_did_not_take_is_written_whole_with_a_later_one(tmp
         "measures",
     )
     schedule = SimpleNamespace(extrapolated=np.zeros(1), **per_sample, **dict.fromkeys(figures, 0))
-    names = ("loss", "busy_s", "wait_s", "data_wait_s", "grad_norm", "lr", "unreadable", "undecodable")
+    names = ("loss", "busy_s", "wait_s", "data_wait_s", "grad_norm", "lr", "unreadable", "undecodable", "eager")
     totals = dict.fromkeys(names, 1.0)
     log.add(0, schedule, totals, 2.0, 1.0, PARTS_OF_RANKS)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
