@@ -1,5 +1,6 @@
 """Compiled layers compute what eager ones do, and are compiled once for any number of tokens and samples."""
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -182,15 +183,15 @@ def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_counted_with_the_reas
 
 def all_modes(stage: LlmStage) -> None:
     """Passes of every kind that training and evaluation have."""
-    for num_recomputed, is_trained in ((0, True), (3, True), (3, False)):
+    for num_recomputed, is_trained, learns_input in itertools.product((0, 3), (True, False), (True, False)):
         stage.set_recomputed(num_recomputed)
         stage.requires_grad_(is_trained)
         for lengths in ([7, 5], [30], [1]):
             text = text_of(lengths)
-            for mode in (stage.train(), stage.eval()):
-                with torch.set_grad_enabled(mode.training):
-                    hidden = stage.embed(text, []).detach().requires_grad_(mode.training)
-                    output = stage(hidden, text)
+            for is_training in (True, False):
+                stage.train(is_training)
+                with torch.set_grad_enabled(is_training):
+                    output = stage(stage.embed(text, []).detach().requires_grad_(learns_input), text)
                 if output.requires_grad:
                     output.backward()
 
