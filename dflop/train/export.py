@@ -83,11 +83,13 @@ def write_processors(
 
 
 def _masters(own: NodeModel) -> dict[str, torch.Tensor]:
-    """The masters of the trained parameters, by name and in the host's memory; every replica must call this."""
+    """The masters of the trained parameters, by name and in the host's memory, on the first replica, which writes them;
+    every replica must call this."""
     if isinstance(own.optimizer, ParameterShards):
         return {}  # the parameters' shards are the masters
     names = {parameter: name for name, parameter in own.parameters.items()}
-    return {names[parameter]: whole.to("cpu", copy=True) for parameter, whole in own.optimizer.whole_masters()}
+    gathered = own.optimizer.whole_masters()
+    return {names[parameter]: whole.to("cpu", copy=True) for parameter, whole in gathered if not own.node.dp_rank}
 
 
 def _own_weights(

@@ -20,6 +20,7 @@ from dflop.models.tensor_group import Shard
 from dflop.train.adamw import Piece
 from dflop.train.checkpoint import do_together, save_checkpoint
 from dflop.train.checkpoint_tensors import Part
+from dflop.train.host_buffer import HostBuffer
 from dflop.train.observations import Observations
 
 __all__ = ["CheckpointSaver"]
@@ -39,7 +40,7 @@ class CheckpointSaver:
         self.group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._copies: dict[tuple[int, str, str], torch.Tensor] = {}
+        self._buffer = HostBuffer()
         # The number of steps of the last checkpoint, and why it could not be written; None if it was written.
         self.unsaved: tuple[int, str] | None = None
 
@@ -51,9 +52,7 @@ class CheckpointSaver:
             Exception: as `wait`.
         """
         self.wait()
-        staged = [self._staged(number, part) for number, part in enumerate(parts)]
-        if any(part.is_cuda for own in parts for part in own.parameters.values()):
-            torch.cuda.synchronize()
+        staged = self._staged(parts)
         observed = self._observations.take()
 
         def write() -> None:
@@ -86,27 +85,34 @@ class CheckpointSaver:
         if self._thread is not None:
             self._thread.join(most_s)
 
-    def _staged(self, number: int, part: Part) -> "_StagedPart":
-        parameters: dict[str, torch.Tensor] = {}
-        pieces: dict[torch.Tensor, list[Piece]] = {}
-        for name, parameter in part.parameters.items():
-            if name in part.written_elsewhere:
-                continue
-            own = parameters[name] = parameter.detach()  # only the shape of this tensor is read
-            pieces[own] = [
-                self._copied(piece, (number, f"{name}/{piece.start}")) for piece in part.optimizer.pieces(parameter)
-            ]
-        return _StagedPart(parameters, part.shards, _StagedPieces(pieces))
+    def _staged(self, parts: Sequence[Part]) -> list["_StagedPart"]:
+        """Copies of the parts, in the same buffer each time: allocating new pages takes longer than copying."""
+        pieces = [
+            {
+                name: part.optimizer.pieces(parameter)
+                for name, parameter in part.parameters.items()
+                if name not in part.written_elsewhere
+            }
+            for part in parts
+        ]
+        values = [own for of_part in pieces for of_name in of_part.values() for piece in of_name for own in _all(piece)]
+        copies = iter(self._buffer.copies_of(values))
+        staged = []
+        for part, of_part in zip(parts, pieces, strict=True):
+            parameters = {name: part.parameters[name].detach() for name in of_part}  # only their shapes are read
+            copied = {
+                parameters[name]: [
+                    Piece(piece.start, next(copies), {kind: next(copies) for kind in piece.moments})
+                    for piece in of_name
+                ]
+                for name, of_name in of_part.items()
+            }
+            staged.append(_StagedPart(parameters, part.shards, _StagedPieces(copied)))
+        return staged
 
-    def _copied(self, piece: Piece, key: tuple[int, str]) -> Piece:
-        moments = {name: self._copy((*key, name), values) for name, values in piece.moments.items()}
-        return Piece(piece.start, self._copy((*key, "masters"), piece.masters), moments)
 
-    def _copy(self, key: tuple[int, str, str], values: torch.Tensor) -> torch.Tensor:
-        """A copy in the host's memory, in the same buffer each time: allocating new pages takes longer than copying."""
-        if key not in self._copies:
-            self._copies[key] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        return self._copies[key].copy_(values, non_blocking=True)
+def _all(piece: Piece) -> list[torch.Tensor]:
+    return [piece.masters, *piece.moments.values()]
 
 
 @dataclass(frozen=True, slots=True)

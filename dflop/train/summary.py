@@ -71,6 +71,7 @@ def summarise(
         "num_eager": own[-1].get("num_eager", 0),
         "restarts": run["restarts"],
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
+        "peak_allocated_bytes": run.get("peak_allocated_bytes", {}),  # of GPUs only
         "measured_over_predicted": _measured_over_predicted(merged.observations),
         # Where the time of the steps went, and what bounds the run.
         "time_split": time_split(config, merged),

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 
 from dflop.base import UserError
 from dflop.base.local_device import device_name
-from dflop.base.process_memory import process_bytes
 from dflop.config import Config
 from dflop.models.compilation import compiles_layers
 from dflop.models.compile_log import compiled_so_far
@@ -34,6 +33,7 @@ from dflop.train.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.train.learning_rate import lr_factor
 from dflop.train.node_work import make_works
 from dflop.train.observations import NUM_WARMUP_STEPS, Observations
+from dflop.train.peak_memory import forget_peak, peak_memory
 from dflop.train.peers import PeerWatch, longest_wait_s
 from dflop.train.rank_clock import RankClock
 from dflop.train.rank_model import build_rank_model, forwards_that_read
@@ -214,6 +214,8 @@ class Trainer:
             self.log.add(step, schedule, totals, step_s, ended_s - zero_s, parts, evaluated)
             if step == self.first_step + 1:
                 self._say_what_is_compiled(round(totals["eager"]))
+        if step == self.first_step + NUM_WARMUP_STEPS - 1:
+            forget_peak(self.topology.device)
         self.feed.forget(step)
         return totals["asked_to_stop"] > 0
 
@@ -288,7 +290,7 @@ class Trainer:
         run = {
             "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,
-            "peak_memory_bytes": self._peak_bytes(),
+            **self._peaks(),
         }
         self.saver.save(num_steps, self.model.nodes, run)
 
@@ -302,21 +304,15 @@ class Trainer:
         again = f"; the next try is after step {onward}" if onward > of_step else ""
         return f"{trouble} (checkpoint of step {of_step} in {self.files.out}{again})"
 
-    def _peak_bytes(self) -> dict[str, int]:
-        """For each module, the peak bytes of its fullest rank so far: of the process on CPUs, of the device on GPUs."""
-        device = self.topology.device
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            outside = total - free - torch.cuda.memory_reserved(device)
-            held = outside + torch.cuda.max_memory_reserved(device)
-        else:
-            held = process_bytes("VmHWM")
-        modules = [grid.module for grid in self.plan.grids]
-        peaks = torch.zeros(len(modules), dtype=torch.float64, device=device)
+    def _peaks(self) -> dict[str, dict[str, int]]:
+        """For each module, the peak bytes of its fullest rank (`PeakMemory`)."""
+        peak, modules = peak_memory(self.topology.device), [grid.module for grid in self.plan.grids]
+        peaks = torch.zeros(len(peak), len(modules), dtype=torch.float64, device=self.topology.device)
         for own in self.model.nodes:
-            peaks[modules.index(own.node.module)] = held
+            peaks[:, modules.index(own.node.module)] = torch.tensor(peak, dtype=peaks.dtype)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        return {module: int(peak) for module, peak in zip(modules, peaks.tolist(), strict=True)}
+        held, allocated = ({m: int(n) for m, n in zip(modules, row, strict=True) if n} for row in peaks.tolist())
+        return {"peak_memory_bytes": held, "peak_allocated_bytes": allocated}
 
     def _start_publisher(self) -> SchedulePublisher:
         publisher = SchedulePublisher(
