@@ -21,6 +21,7 @@ from dflop.cli.data import (
     profile_loading,
     profile_shapes,
 )
+from dflop.cli.doctor import doctor_command
 from dflop.cli.plans import plan_command, schedule_command
 from dflop.cli.start import init_command
 from dflop.cli.training import report_command, train_command
@@ -37,12 +38,13 @@ def cli() -> None:
     plot-shapes, profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also
     be run by hand. The workflow does not need the others: compare prices published systems beside a plan of ours,
     check-plan compares a plan's predicted memory with the memory of a rank's step, check-model compares samples in a
-    plan's stages with plain transformers, and init makes a folder to run the workflow in.
+    plan's stages with plain transformers, init makes a folder to run the workflow in, and doctor looks at a machine.
     """
 
 
 for command in (
     init_command,
+    doctor_command,
     demo_data,
     profile_shapes,
     list_shards_command,
