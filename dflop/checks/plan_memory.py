@@ -31,9 +31,10 @@ from dflop.step import Node, Op, Program, StepInstructions, make_program
 from dflop.step.nodes import worker_of
 from dflop.step.run import run_instructions
 from dflop.train.feed import samples_of
-from dflop.train.node_work import make_works
+from dflop.train.node_work import TRAINING, make_works
 from dflop.train.rank_model import RankModel, build_rank_model
 from dflop.train.topology import Topology, place_in_world
+from dflop.train.undecodable import Undecodable
 
 __all__ = ["CheckedRank", "MadeUpLoad", "check_rank"]
 
@@ -135,6 +136,12 @@ def _run(
     forwards = [(program.nodes[item.node], item.microbatch) for item in instructions if item.op is Op.FORWARD]
     inputs = _inputs(plan, spec, model, load, schedule, forwards, program)
     works = make_works(config, plan, model, program, inputs, topology.store)
+    # An LLM waits for a word from the ranks that decode for it, which are not here.
+    others = Undecodable(topology.store)
+    for node in program.nodes:
+        if node.module != "llm" and node.pp_stage == 0:
+            for microbatch in range(program.num_microbatches):
+                others.tell(f"{TRAINING}/{schedule.step}", microbatch, node, ())
     for work in works.values():
         work.begin_step(schedule)
     # Without receivers, the rank sends nothing, and so does not hold what in training is sent and has arrived.

@@ -29,13 +29,13 @@ from dflop.train.feed import samples_of
 from dflop.train.rank_model import NodeModel, RankModel
 from dflop.train.undecodable import Undecodable, without_targets_of
 
-__all__ = ["EncoderWork", "LlmWork", "make_works"]
+__all__ = ["TRAINING", "EncoderWork", "LlmWork", "make_works"]
 
 
 # The key of the loss among outputs, which otherwise have the number of their edge.
 _LOSS = -1
 # The name of the sequence of batches that are trained on.
-_TRAINING = "training"
+TRAINING = "training"
 
 
 class _Work(ABC):
@@ -79,11 +79,11 @@ class _Work(ABC):
         before, self._loader = self._loader, loader
         return before
 
-    def begin_step(self, schedule: StepSchedule, batches: str = _TRAINING) -> None:
+    def begin_step(self, schedule: StepSchedule, batches: str = TRAINING) -> None:
         """Begin a step, and drop what is left of the last one. `batches` names the sequence of batches that the
         schedule's step is an index of."""
         self.schedule, self._batch = schedule, f"{batches}/{schedule.step}"
-        if batches == _TRAINING:  # all ranks have ended the step before, and evaluation
+        if batches == TRAINING:  # all ranks have ended the step before, and evaluation
             self._undecodable.forget()
         self.data_wait_s = 0.0
         self.num_undecodable = self.num_dropped_targets = 0

@@ -22,14 +22,17 @@ from dflop.train.topology import place_in_world
 __all__ = ["planned_side"]
 
 
-def planned_side(config: Config, plan: Plan, schedules: Sequence[StepSchedule], device: torch.device) -> Side:
-    """A side that trains as the trainer does, with given schedules; every rank must call this.
+def planned_side(
+    config: Config, plan: Plan, schedules: Sequence[StepSchedule], device: torch.device, store: dist.Store
+) -> Side:
+    """A side that trains as the trainer does, with given schedules; every rank must call this. The ranks share `store`,
+    which no other side uses.
 
     Without loader processes (`train.loader_workers: 0`), the side's `load` loads a step's batches.
     """
     dtype = COMPUTES_IN[config.train.precision]
     program = make_program(plan, config.model.trained)
-    topology = place_in_world(program, device, dtype, dist.HashStore())
+    topology = place_in_world(program, device, dtype, store)
     model = build_rank_model(config, plan, topology, dtype)
     instructions = StepInstructions(plan, program, config.model.trained, topology.rank)
     stream = JobStream(

@@ -40,10 +40,10 @@ def main() -> int:
 
 
 def _measure(config: Config, request: dict) -> None:
-    device, _ = join_group(config.cluster.device)
+    device, store = join_group(config.cluster.device)
     on_the_fly, num_steps, is_main = request["on_the_fly"], request["num_timed"], dist.get_rank() == 0
     sides = {}
-    for name, make in _makers(config, request, device).items():
+    for name, make in _makers(config, request, device, store).items():
         if is_main:
             print(f"dflop: building {name}", flush=True)
         sides[name] = paused(make)
@@ -59,13 +59,14 @@ def _measure(config: Config, request: dict) -> None:
     dist.destroy_process_group()
 
 
-def _makers(config: Config, request: dict, device: torch.device) -> dict[str, Callable[[], Side]]:
+def _makers(config: Config, request: dict, device: torch.device, store: dist.Store) -> dict[str, Callable[[], Side]]:
     """Functions that make the side of each row, those with plans first. Every rank makes all sides in this order."""
     folder, makers, of_all = Path(request["folder"]), {}, []
     for number, name in enumerate(request["planned"]):
         files = (folder / f"{number}-{step}" for step in range(config.train.steps))
         schedules = [StepSchedule.from_bytes(path.read_bytes()) for path in files]
-        makers[name] = partial(planned_side, config, load_plan(folder / f"{number}.yaml"), schedules, device)
+        plan, of_side = load_plan(folder / f"{number}.yaml"), dist.PrefixStore(f"side {number}", store)
+        makers[name] = partial(planned_side, config, plan, schedules, device, of_side)
         of_all = of_all or schedules  # all rows have the same samples
     for name, how in request["plain"].items():
         makers[name] = partial(plain_side, config, of_all, device=device, on_the_fly=request["on_the_fly"], **how)
