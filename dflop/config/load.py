@@ -60,7 +60,8 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:  # a `${key}` that leads nowhere
-        raise UserError(f"`{error.full_key}`: {str(error).splitlines()[0]}") from None
+        key = " ".join(str(error.full_key).split())  # a key with a line break takes one line of the message, too
+        raise UserError(f"`{key}`: {str(error).splitlines()[0]}") from None
 
 
 def _checked(values: dict[str, Any], layers: list[tuple[dict[str, Any], str]]) -> Config:
