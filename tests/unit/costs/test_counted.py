@@ -1,16 +1,18 @@
 """What is counted on fake tensors is what torch counts and keeps when the same pieces run on a CPU."""
 
 from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
 from dflop.config import ModelConfig
-from dflop.costs.counted import CountedStage, counting
+from dflop.costs.counted import CountedRun, CountedStage, counting
 from dflop.costs.design import Point
 from dflop.costs.made_up import MadeUpRuns
 from dflop.costs.meter import Meter
@@ -22,7 +24,7 @@ from dflop.models.precision import compute_in
 FAMILIES = {name: family_of(name) for name in family_names()}
 MODULES = [(name, module.name) for name in FAMILIES for module in load_model_spec(ModelConfig(family=name)).modules]
 PIECES = [("first", 0), ("layers", 1), ("layers", 2), ("last", 0)]
-# Changes to a family's tiny preset that real encoders and LLMs have.
+# Changes to a family's tiny preset that real encoders and LLMs have, each of one module.
 VARIANTS = {
     "llama with biases": (
         "llava_onevision",
@@ -38,6 +40,10 @@ VARIANTS = {
 }
 
 
+CHANGED = [("llama with biases", "llm"), ("qwen3", "llm"), ("InternViT 6B", "vision")]
+
+
+@cache
 def variant(name: str) -> ModelSpec:
     if name in FAMILIES:
         return load_model_spec(ModelConfig(family=name))
@@ -48,7 +54,11 @@ def variant(name: str) -> ModelSpec:
     return FAMILIES[family].make_spec("tried", fields, {})
 
 
-CASES = [*MODULES, *((name, module) for name in VARIANTS for module in ("vision", "llm"))]
+CASES = [*MODULES, *CHANGED]
+# To trace a layer takes a second: one of each kind is traced in CI, and all of them by the exhaustive tests.
+TRACED = {("llava_onevision", "vision"), ("llava_onevision", "llm"), ("qwen3_vl", "vision")}
+TRACED_ALONE = TRACED | {("qwen3_vl", "llm"), ("qwen2_5_omni_thinker", "audio"), ("InternViT 6B", "vision")}
+KEPT_BY_COMPILER = {("llava_onevision", "trained"), ("qwen3", "frozen")}
 
 
 def point(module: str, piece: str, depth: int, size: int = 96, *, checkpointing: bool = False) -> Point:
@@ -57,10 +67,29 @@ def point(module: str, piece: str, depth: int, size: int = 96, *, checkpointing:
     return Point(piece, depth, checkpointing, num_items=size // 16)
 
 
-def counted(spec, module, *points, tp=1, **how):
+def in_ci_if(chosen: bool, *values: object, id: str | None = None) -> ParameterSet:
+    return pytest.param(*values, id=id, marks=() if chosen else pytest.mark.exhaustive)
+
+
+def eager_and_compiled(cases: list[tuple[str, str]]) -> list[ParameterSet]:
+    """Each case with eager layers, and with compiled ones."""
+    return [
+        in_ci_if(kind == "eager" or case in TRACED, *case, kind == "compiled", id="-".join((*case, kind)))
+        for case in cases
+        for kind in ("eager", "compiled")
+    ]
+
+
+@cache
+def counted(name: str, module: str, *points: Point, tp: int = 1, **how: bool) -> list[CountedRun]:
     with counting(tp) as ranks:
-        stage = CountedStage(spec, module, 2, ranks, **how)
+        stage = CountedStage(variant(name), module, 2, ranks, **how)
         return [stage.run(at) for at in points]
+
+
+def counted_pieces(name: str, module: str, **how: bool) -> list[CountedRun]:
+    """Of each of `PIECES`."""
+    return counted(name, module, *(point(module, piece, depth) for piece, depth in PIECES), **how)
 
 
 class RealStage:
@@ -117,7 +146,7 @@ def test_flops_are_those_that_torch_counts(name, module):
     if module != "llm" and load_runtime(spec.family).packs_media:
         points = [at._replace(num_items=1) for at in points]  # one item: several would be segments
     real = RealStage(spec, module)
-    for at, run in zip(points, counted(spec, module, *points), strict=True):
+    for at, run in zip(points, counted(name, module, *points), strict=True):
         forward, backward = real.flops(at) if at.piece != "first" or module != "llm" else (0, 0)
         assert whole_squares(module, run.forward) == pytest.approx(forward, rel=1e-3)
         assert whole_squares(module, run.backward) == pytest.approx(backward, rel=1e-3)
@@ -126,32 +155,31 @@ def test_flops_are_those_that_torch_counts(name, module):
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize(("name", "module"), [case for case in CASES if case[1] == "llm"])
 def test_what_an_llm_keeps_is_what_autograd_keeps(name, module, is_frozen):
-    spec, size = variant(name), 96
-    points = [point(module, "layers", depth, size) for depth in (1, 2)]
-    real = RealStage(spec, module, is_frozen=is_frozen)
-    one, two = (run.saved_bytes for run in counted(spec, module, *points, is_frozen=is_frozen))
+    points = [point(module, "layers", depth) for depth in (1, 2)]
+    real = RealStage(variant(name), module, is_frozen=is_frozen)
+    _, one, two, _ = (run.saved_bytes for run in counted_pieces(name, module, is_frozen=is_frozen))
     # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well where it
     # is the input of a matrix that is trained.
-    copied = 0 if is_frozen else 2 * size * real.stage.hf.model.language_model.layers[0].self_attn.o_proj.in_features
+    copied = 0 if is_frozen else 2 * 96 * real.stage.hf.model.language_model.layers[0].self_attn.o_proj.in_features
     found = [real.saved_bytes(at) for at in points]
     assert two - one == pytest.approx(found[1] - found[0] - copied, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llava_onevision", "internvl", "InternViT 6B"])
 def test_what_an_encoder_keeps_is_what_autograd_keeps(name):
-    spec = variant(name)
     points = [point("vision", piece, depth) for piece, depth in PIECES]
-    real = RealStage(spec, "vision")
-    for at, run in zip(points, counted(spec, "vision", *points), strict=True):
+    real = RealStage(variant(name), "vision")
+    for at, run in zip(points, counted_pieces(name, "vision"), strict=True):
         assert run.saved_bytes == pytest.approx(real.saved_bytes(at), rel=1e-3)
 
 
 def test_a_head_keeps_a_chunk_of_logits_and_computes_the_others_again(monkeypatch):
     monkeypatch.setattr("dflop.models.loss_head._LOGITS_BYTES", 1)  # 128 targets at a time
-    spec = variant("llava_onevision")
     at = [Point("last", 0, False, segments=(1024,), num_targets=count) for count in (64, 128, 256, 512)]
-    runs = counted(spec, "llm", *at)
-    sizes = spec.hf_config["text_config"]
+    with counting(1) as ranks:
+        stage = CountedStage(variant("llava_onevision"), "llm", 2, ranks)
+        runs = [stage.run(one) for one in at]
+    sizes = variant("llava_onevision").hf_config["text_config"]
     of_target = 2 * sizes["hidden_size"] * sizes["vocab_size"]
     assert [run.forward.product_flops for run in runs] == [count * of_target for count in (64, 128, 256, 512)]
     again = [run.backward.product_flops - 2 * run.forward.product_flops for run in runs]
@@ -163,33 +191,33 @@ def test_a_head_keeps_a_chunk_of_logits_and_computes_the_others_again(monkeypatc
 
 @pytest.mark.parametrize(("name", "module"), MODULES)
 def test_frozen_layers_compute_gradients_of_inputs_only(name, module):
-    spec, at = variant(name), point(module, "layers", 1)
-    (trained,), (frozen,) = (counted(spec, module, at, is_frozen=is_frozen) for is_frozen in (False, True))
+    (_, trained, *_), (_, frozen, *_) = (
+        counted_pieces(name, module, is_frozen=is_frozen) for is_frozen in (False, True)
+    )
     assert frozen.forward.product_flops == trained.forward.product_flops
     assert trained.backward.product_flops == pytest.approx(2 * frozen.backward.product_flops)
     assert frozen.backward.attention_flops == trained.backward.attention_flops
     assert frozen.saved_bytes < trained.saved_bytes
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("name", "module"), MODULES)
+@pytest.mark.parametrize(("name", "module", "is_compiled"), eager_and_compiled(MODULES))
 def test_recomputed_layers_run_forward_again_and_keep_their_input(name, module, is_compiled):
-    spec = variant(name)
     points = [point(module, "layers", depth, checkpointing=again) for again in (False, True) for depth in (1, 2)]
-    one, _, again, two_again = counted(spec, module, *points, is_compiled=is_compiled)
+    one, _, again, two_again = counted(name, module, *points, is_compiled=is_compiled)
     least = one.forward.product_flops + one.backward.product_flops
     assert again.backward.product_flops > one.backward.product_flops
     assert again.backward.product_flops <= least
     assert again.backward.attention_flops == one.forward.attention_flops + one.backward.attention_flops
     kept, num_units = two_again.saved_bytes - again.saved_bytes, points[0].num_tokens or points[0].num_items
-    assert kept % (2 * spec.module(module).hidden_size * num_units) == 0, "an input in bf16"
+    assert kept % (2 * variant(name).module(module).hidden_size * num_units) == 0, "an input in bf16"
     assert 0 < kept < one.saved_bytes / 3
 
 
-@pytest.mark.parametrize(("name", "module"), CASES)
+@pytest.mark.parametrize(("name", "module"), [in_ci_if(case in TRACED_ALONE, *case) for case in CASES])
 def test_compiled_layers_do_the_same_products_and_move_and_keep_less(name, module):
-    spec, at = variant(name), point(module, "layers", 1, 256)
-    (eager,), (compiled,) = (counted(spec, module, at, is_compiled=is_compiled) for is_compiled in (False, True))
+    (eager,), (compiled,) = (
+        counted(name, module, point(module, "layers", 1, 256), is_compiled=is_compiled) for is_compiled in (False, True)
+    )
     for one, other in ((eager.forward, compiled.forward), (eager.backward, compiled.backward)):
         assert other.product_flops == pytest.approx(one.product_flops, rel=1e-3)
         assert other.attention_flops == one.attention_flops
@@ -198,12 +226,18 @@ def test_compiled_layers_do_the_same_products_and_move_and_keep_less(name, modul
     assert compiled.saved_bytes <= eager.saved_bytes
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("name", ["llava_onevision", "llama with biases", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "is_frozen"),
+    [
+        in_ci_if((name, kind) in KEPT_BY_COMPILER, name, is_frozen, id=f"{name}-{kind}")
+        for name in ("llava_onevision", "llama with biases", "qwen3")
+        for kind, is_frozen in (("trained", False), ("frozen", True))
+    ],
+)
 def test_a_compiled_layer_keeps_what_torch_compile_keeps(name, is_frozen, monkeypatch):
-    spec, at = variant(name), point("llm", "layers", 1, 256)
-    (run,) = counted(spec, "llm", at, is_compiled=True, is_frozen=is_frozen)
-    real = RealStage(spec, "llm", is_frozen=is_frozen)
+    at = point("llm", "layers", 1, 256)
+    (run,) = counted(name, "llm", at, is_compiled=True, is_frozen=is_frozen)
+    real = RealStage(variant(name), "llm", is_frozen=is_frozen)
     # The backend that chooses what is kept as torch.compile does, and needs no compiler.
     replace_forwards(real.stage, lambda forward: torch.compile(forward, backend="aot_eager_decomp_partition"))
     monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, torch.compiler.disable(packed_attention))
@@ -211,11 +245,12 @@ def test_a_compiled_layer_keeps_what_torch_compile_keeps(name, is_frozen, monkey
     assert run.saved_bytes == pytest.approx(real.saved_bytes(at) - copied, rel=0.05)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("name", "module"), [case for case in MODULES if case[1] != "audio"])
+@pytest.mark.parametrize(
+    ("name", "module", "is_compiled"), eager_and_compiled([case for case in MODULES if case[1] != "audio"])
+)
 def test_two_ranks_halve_products_and_reduce_hidden_states(name, module, is_compiled):
     spec, at = variant(name), point(module, "layers", 1)
-    (alone,), (shared,) = (counted(spec, module, at, tp=tp, is_compiled=is_compiled) for tp in (1, 2))
+    (alone,), (shared,) = (counted(name, module, at, tp=tp, is_compiled=is_compiled) for tp in (1, 2))
     assert alone.forward.reduced_bytes == 0
     for one, other in ((alone.forward, shared.forward), (alone.backward, shared.backward)):
         assert other.product_flops == pytest.approx(one.product_flops / 2, rel=1e-3)
