@@ -26,6 +26,7 @@ def test_twenty_steps_in_single_precision_agree_between_layouts(run, tmp_path):
             precision="fp32",
             lr=1e-4,
             checkpoint_every=20,
+            global_batch_size=4,
         )
         losses[name] = [step["loss"] for step in steps]
     first, *others = losses.values()
@@ -35,8 +36,7 @@ def test_twenty_steps_in_single_precision_agree_between_layouts(run, tmp_path):
 
 
 IN_BF16 = {
-    "pipelined": {"llm_pp": 2},
-    "tensor parallelism": {"placement": "colocated", "llm_tp": 2},
+    "pipelined, tensor parallelism": {"llm_pp": 2, "llm_tp": 2},
     "shared parameters": {"placement": "colocated", "llm_dp": 2, "sharding": "parameters"},
 }
 
@@ -48,7 +48,7 @@ HOW = {"steps": 30, "lr": 1e-3, "grad_clip": 1.0, "checkpoint_every": 30, "globa
 def losses_in_fp32(run, tmp_path_factory):
     folder, config = run
     out = tmp_path_factory.mktemp("fp32")
-    steps = train(folder, config, plan_file(folder, placement="colocated"), out, precision="fp32", **HOW)
+    steps = train(folder, config, plan_file(folder), out, precision="fp32", **HOW)
     return [step["loss"] for step in steps]
 
 
