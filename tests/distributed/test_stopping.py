@@ -58,9 +58,9 @@ def _to_all_processes(pid: int, out: Path) -> None:
         os.kill(other, signal.SIGTERM)
 
 
-def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None]) -> int:
+def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None], loader_workers: int = 0) -> int:
     """Start a run and ask it to stop; returns behind which step it did."""
-    process = start_run(folder, config | _ALIKE, plan_file(folder), out, **_TRAINING, loader_workers=1)
+    process = start_run(folder, config | _ALIKE, plan_file(folder), out, **_TRAINING, loader_workers=loader_workers)
     wait_for_steps(process, out, 3)
     ask(process.pid, out)
     assert end_run(process, out) == (75 if ask is _ahead_of_a_time_limit else 2)
@@ -76,7 +76,15 @@ def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None
     return int(said[1])
 
 
-@pytest.mark.parametrize("ask", [_to_the_command, _ahead_of_a_time_limit, _to_a_rank], ids=lambda ask: ask.__name__[1:])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(_to_the_command, marks=pytest.mark.exhaustive),  # which passes both signals on alike
+        _ahead_of_a_time_limit,
+        _to_a_rank,
+    ],
+    ids=lambda ask: ask.__name__[1:],
+)
 def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_saved(run, tmp_path, ask):
     folder, config = run
     num_steps = _stop(folder, config, tmp_path / "train", ask)
@@ -85,7 +93,7 @@ def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_s
 
 def test_a_run_whose_processes_were_all_asked_to_stop_goes_on_as_if_it_had_not(run, whole, tmp_path):
     folder, config = run
-    _stop(folder, config, tmp_path / "train", _to_all_processes)
+    _stop(folder, config, tmp_path / "train", _to_all_processes, loader_workers=1)
     resumed = train(folder, config | _ALIKE, plan_file(folder), tmp_path / "train", **_TRAINING)
     assert _losses_of(resumed) == whole
 
