@@ -1,5 +1,5 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
-# make test   creates .venv, installs, and runs the tests but the exhaustive ones
+# make test   creates .venv, installs, and runs the tests but the exhaustive ones: test-unit, then test-serial
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-all test-slurm screenshots docs lint clean
+.PHONY: setup demo test test-unit test-serial test-all test-slurm screenshots docs lint clean
 
 setup: $(STAMP)
 
@@ -31,8 +31,14 @@ demo: setup
 	snakemake --cores $(CORES)
 	@echo "Done: open results/demo/report/index.html; docs/reference/files.md says what else lies in results/demo"
 
-test: setup
+test:
+	$(MAKE) test-unit
+	$(MAKE) test-serial
+
+test-unit: setup
 	pytest -q -n $(CORES) --dist loadfile -m "not serial and not exhaustive"
+
+test-serial: setup
 	pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder -m "serial and not exhaustive" $(LONGEST) tests/workflow tests/distributed
 
 test-all: test
