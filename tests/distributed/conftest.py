@@ -1,8 +1,12 @@
 """What several tests of training need: a small dataset with its shapes, made-up costs and a config in float64."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+# Of oracles and of the server that ranks are forked from; ranks have as many as training gives them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import polars as pl
 import pytest

@@ -60,7 +60,7 @@ def reference(run):
     "layout",
     [
         None,
-        {"vision_dp": 2, "llm_tp": 2},
+        pytest.param({"vision_dp": 2, "llm_tp": 2}, marks=pytest.mark.exhaustive),
         {"placement": "colocated", "llm_dp": 2, "llm_tp": 2, "sharding": "parameters"},
         {"placement": "colocated", "llm_pp": 2, "sharding": "parameters"},
     ],
