@@ -56,7 +56,14 @@ def test_the_ten_best_are_those_of_all_plans(tiny_spec, shape, seeds, freeze, po
     check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples, policy)
 
 
-@pytest.mark.parametrize("encoders", [(), ("vision", "audio"), ("vision", "audio", "depth")], ids=len)
+@pytest.mark.parametrize(
+    "encoders",
+    [
+        pytest.param((), id="0"),
+        pytest.param(("vision", "audio"), id="2"),
+        pytest.param(("vision", "audio", "depth"), id="3", marks=pytest.mark.exhaustive),  # it takes longest
+    ],
+)
 @settings(max_examples=2, phases=_UNSHRUNK)
 @given(
     shape=st.sampled_from([(4, 1, 7), (4, 2, 5)]),
@@ -95,7 +102,7 @@ def test_pins_leave_the_best_of_the_rest(tiny_spec, fixed):
     check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples)
 
 
-@pytest.mark.parametrize("memory_share", [0.05, 1.0])
+@pytest.mark.parametrize("memory_share", [0.05, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 def test_sixteen_devices_on_two_nodes(tiny_spec, costs, samples, memory_share):
     """With the hand-made costs, which know tp 1 alone."""
     config = make_config(16, 16, num_nodes=2, search_batches=2)
