@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import polars as pl
@@ -16,9 +17,9 @@ from dflop.base import UserError
 from dflop.base.devices import load_device
 from dflop.checks.plan_memory import MadeUpLoad, check_rank
 from dflop.cli import cli
-from dflop.config import load_config
+from dflop.config import Config, ModelConfig, load_config
 from dflop.costs import CostModel, fit_costs
-from dflop.costs.analytic import analytic_points
+from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
 from dflop.plan import Grid, Plan
 from dflop.schedule import MEMORY_CATEGORIES
@@ -58,16 +59,30 @@ PLANS = {
 
 
 @pytest.fixture(scope="module")
-def costs_file(tiny_spec, tmp_path_factory):
-    return write_costs_of(tiny_spec, tmp_path_factory.mktemp("costs") / "costs.duckdb", (1, 2))
+def costs_file(tmp_path_factory):
+    return write_tiny_costs(tmp_path_factory.mktemp("costs") / "costs.duckdb", tp_sizes=(1, 2))
 
 
-def write_costs_of(spec: ModelSpec, path: Path, tp_sizes: Sequence[int], frozen: Sequence[str] = ()) -> Path:
-    points = [
-        analytic_points(spec, module.name, tp, load_device("h100-80g"), is_frozen=module.name in frozen)
-        for module in spec.modules
-        for tp in tp_sizes
-    ]
+def write_tiny_costs(
+    path: Path, family: str = "llava_onevision", tp_sizes: Sequence[int] = (1,), frozen: Sequence[str] = ()
+) -> Path:
+    """Costs of a family's tiny model."""
+    spec = tiny(family)
+    names = [module.name for module in spec.modules]
+    points = [tiny_points(family, name, tp, is_frozen=name in frozen) for name in names for tp in tp_sizes]
+    return write_costs_of(spec, path, points)
+
+
+def tiny(family: str) -> ModelSpec:
+    return load_model_spec(ModelConfig(family=family, preset="tiny"))
+
+
+@cache
+def tiny_points(family: str, module: str, tp: int, *, is_frozen: bool) -> AnalyticPoints:
+    return analytic_points(tiny(family), module, tp, load_device("h100-80g"), is_frozen=is_frozen)
+
+
+def write_costs_of(spec: ModelSpec, path: Path, points: Sequence[AnalyticPoints]) -> Path:
     measurements = pl.concat([measured.measurements for measured in points])
     tables = fit_costs(measurements, pl.concat([measured.parameters for measured in points]))
     device = {"device": "a card", "overhead_bytes": 0, "allocator_share": 0.0, "model": digest_of_spec(spec)}
@@ -86,9 +101,9 @@ def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
 
 
 @pytest.mark.parametrize("name", ["pipelined", "tensor parallelism, recomputing"])
-def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tiny_spec, tmp_path):
+def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path):
     config = load_config(CONFIG | {"model": {"freeze": ["llm"]}})
-    costs = CostModel.load(write_costs_of(tiny_spec, tmp_path / "costs.duckdb", (1, 2), frozen=["llm"]))
+    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), frozen=["llm"]))
     grid = PLANS[name].grid("llm")
     for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):
         checked = check_rank(config, PLANS[name], costs, LOAD, rank)
@@ -99,7 +114,7 @@ def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tiny_spec
 def test_every_module_of_every_family_can_be_checked(family, tmp_path):
     config = load_config(CONFIG | {"model": {"family": family, "preset": "tiny"}})
     spec = load_model_spec(config.model)
-    costs = CostModel.load(write_costs_of(spec, tmp_path / "costs.duckdb", (1,)))
+    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", family))
     grids = tuple(Grid(module=module.name, num_ranks=1, rank_offset=place) for place, module in enumerate(spec.modules))
     plan = Plan(placement="disjoint", grids=grids, num_microbatches=2)
     for rank in range(plan.world_size):
@@ -124,18 +139,32 @@ ENCODERS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["all kept", "recomputing"])
-@pytest.mark.parametrize("preset", ENCODERS)
-def test_an_encoder_as_wide_as_a_released_one_holds_what_the_memory_model_says(preset, checkpointing, tmp_path):
-    family, of_layers = ENCODERS[preset]
-    fields = deepcopy(family_of(family).presets[preset])
+# InternVL's smaller encoder has the kinds of layers of LLaVA's, and Omni's is that of Qwen2.5-VL.
+IN_CI = ("llava_ov_7b", "internvl_78b", "qwen2_5_vl_7b", "qwen3_vl_8b")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in ENCODERS],
+)
+def wide(request, tmp_path_factory) -> tuple[Config, CostModel]:
+    """The config of a model with six layers of a released encoder, and its costs."""
+    folder, (family, of_layers) = tmp_path_factory.mktemp("wide"), ENCODERS[request.param]
+    fields = deepcopy(family_of(family).presets[request.param])
     fields["vision_config"] |= of_layers | {"num_hidden_layers": 6, "depth": 6}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    model = {"family": family, "path": str(tmp_path), "tokenizer": str(BUNDLED_TOKENIZER)}
+    (folder / "config.json").write_text(json.dumps(fields))
+    model = {"family": family, "path": str(folder), "tokenizer": str(BUNDLED_TOKENIZER)}
     config = load_config(CONFIG | {"model": model})
-    spec = load_model_spec(config.model)
-    costs = CostModel.load(write_costs_of(spec, tmp_path / "costs.duckdb", (1,)))
-    grids = tuple(Grid(module=module.name, num_ranks=1, rank_offset=place) for place, module in enumerate(spec.modules))
+    spec, device = load_model_spec(config.model), load_device("h100-80g")
+    points = [analytic_points(spec, module.name, 1, device) for module in spec.modules]
+    return config, CostModel.load(write_costs_of(spec, folder / "costs.duckdb", points))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["all kept", "recomputing"])
+def test_an_encoder_as_wide_as_a_released_one_holds_what_the_memory_model_says(wide, checkpointing):
+    config, costs = wide
+    names = [module.name for module in load_model_spec(config.model).modules]
+    grids = tuple(Grid(module=name, num_ranks=1, rank_offset=place) for place, name in enumerate(names))
     # Of a single microbatch, the features' gradients are there at the peak. Of others they are counted too early.
     plan = Plan(placement="disjoint", grids=grids, num_microbatches=1, checkpointing=checkpointing)
     load = MadeUpLoad(num_pictures=4, picture_side=768, text_tokens=100)
