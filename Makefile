@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CORES ?= 2
 BIN := $(VENV)/bin
-# Files whose tests take longest come first, so that none of them is left over at the end.
-LONGEST := $(addprefix tests/distributed/test_,layouts_agree.py layouts.py stopping.py training.py)
+# Whole files, the longest first, as tests/conftest.py orders them.
+PYTEST := pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -36,13 +36,13 @@ test:
 	$(MAKE) test-serial
 
 test-unit: setup
-	pytest -q -n $(CORES) --dist loadfile -m "not serial and not exhaustive"
+	$(PYTEST) -m "not serial and not exhaustive"
 
 test-serial: setup
-	pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder -m "serial and not exhaustive" $(LONGEST) tests/workflow tests/distributed
+	$(PYTEST) -m "serial and not exhaustive" tests/workflow tests/distributed
 
 test-all: test
-	pytest -q -n $(CORES) --dist loadfile -m exhaustive
+	$(PYTEST) -m exhaustive
 
 test-slurm: setup
 	tests/slurm/install.sh

@@ -1,4 +1,5 @@
-"""What all tests share: how Hypothesis draws, where the data beside the checkout lies, costs that nobody measured."""
+"""What all tests share: which files come first, how Hypothesis draws, where the data beside the checkout lies, costs
+that nobody measured."""
 
 import math
 import os
@@ -18,6 +19,15 @@ from dflop.models.loads import FEATURES, Coefficients
 from dflop.plan.layout_key import LayoutKey
 from dflop.store import write_costs
 
+# The files that take longest. They come first, so that none of them is left over for one core at the end.
+_LONGEST = tuple(
+    f"test_{name}.py"
+    for name in (
+        *("step_search", "plan_memory", "against_brute_force", "analytic", "counted", "stages"),
+        *("layouts", "layouts_agree", "workflow", "stopping", "training", "executor"),
+    )
+)
+
 _NUM_TOKENS = (32, 64, 128, 256, 512, 768, 1024, 2048)
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34)
 _TARGET_SHARES = (0.5, 0.05)
@@ -26,6 +36,10 @@ _TARGET_SHARES = (0.5, 0.05)
 # No example fails for being slow: machines are shared. CI draws the same examples each time.
 settings.register_profile("dflop", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("dflop")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
 
 
 @pytest.fixture(scope="session")
