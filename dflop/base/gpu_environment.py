@@ -11,7 +11,7 @@ __all__ = ["gpu_environment"]
 _ALWAYS = {
     # Kernels that wait for messages must not stand in the way of others: by default all streams share 8 queues.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # A kernel that is loaded at its first use may wait for all that run, and so for messages that wait for this rank.
+    # A kernel of CUDA's libraries that is loaded at its first use may wait for all that run, and so for messages.
     "CUDA_MODULE_LOADING": "EAGER",
 }
 # Microbatches have new sizes in each step, which leave gaps in segments of fixed size. Since 2.10 torch reads the first

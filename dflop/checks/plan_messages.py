@@ -22,7 +22,7 @@ def messages_of(plan: Plan, trained: TrainedSet) -> str:
     had = f"{num_communicators(program)} communicators a rank"
     num_messages = len(program.edges) * plan.num_microbatches
     if num_messages > _MOST_MESSAGES:
-        return f"{had}; {num_messages:,} messages a step, too many to follow each here; their order is the one proven"
+        return f"{had}; {num_messages:,} messages a step, too many to follow here"
     check_program(plan, make_program(plan, trained), trained)
     return f"{had}; all {num_messages:,} messages of a step end, even if all streams of a GPU shared one queue"
 

@@ -29,7 +29,7 @@ def check_program(plan: Plan, program: Program, trained: TrainedSet = EVERYTHING
     for worker in range(len(program.workers)):
         _check_list(program, worker, ends[worker], trained)
     _check_that_both_ends_agree(program)
-    # Streams that share one queue end only if they end in queues of their own.
+    # What ends in one queue ends in several.
     for worker, item in unfinished(program, num_queues=1).items():
         raise ValueError(f"worker {worker} waits for ever at {item}: a deadlock")
     for stage in stages_of(plan):

@@ -59,20 +59,23 @@ class _Slot:
 
 
 class CudaStreams:
-    """The stream behind which messages are received, and events of the compute stream."""
+    """Streams behind which messages are received, one a channel, and events of the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._of_channel: dict[int, torch.cuda.Stream] = {}
 
     def computed(self) -> torch.cuda.Event:
         """The end of what the compute stream was given so far."""
         return torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
-    def behind(self, event: torch.cuda.Event) -> Iterator[None]:
-        """A context in which operations wait for this event alone."""
-        self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
+    def behind(self, event: torch.cuda.Event, channel: int) -> Iterator[None]:
+        """A context in which the channel's operations wait for this event, and for earlier ones of the channel."""
+        if channel not in self._of_channel:
+            self._of_channel[channel] = torch.cuda.Stream(self._device)
+        self._of_channel[channel].wait_event(event)
+        with torch.cuda.stream(self._of_channel[channel]):
             yield
 
 
@@ -84,15 +87,15 @@ class Slots:
         self._free: dict[int, deque[_Slot]] = defaultdict(deque)
         self._num_slots: Counter[int] = Counter()
         self._slot_of: dict[int, tuple[int, _Slot]] = {}  # by the buffer's address
-        self._last: _Slot | None = None
+        self._last: tuple[int, _Slot] | None = None
 
     def buffers(self, channel: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         sizes = [prod(shape) for shape in shapes]
-        self._last = self._slot(channel, sum(sizes))
-        self._last.num_left = len(shapes)
-        parts = self._last.memory[: sum(sizes)].split(sizes)
+        slot = self._slot(channel, sum(sizes))
+        slot.num_left, self._last = len(shapes), (channel, slot)
+        parts = slot.memory[: sum(sizes)].split(sizes)
         found = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._slot_of |= {buffer.data_ptr(): (channel, self._last) for buffer in found}
+        self._slot_of |= {buffer.data_ptr(): (channel, slot) for buffer in found}
         return found
 
     def _slot(self, channel: int, size: int) -> _Slot:
@@ -107,7 +110,10 @@ class Slots:
         return _Slot(torch.empty(size, **self._how), self._streams.computed())
 
     def issuing(self, *, has_sends: bool) -> AbstractContextManager[None]:
-        return nullcontext() if has_sends or self._last is None else self._streams.behind(self._last.free_from)
+        if has_sends or self._last is None:
+            return nullcontext()
+        channel, slot = self._last
+        return self._streams.behind(slot.free_from, channel)
 
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
         channel, slot = self._slot_of.pop(buffer.data_ptr())

@@ -15,7 +15,8 @@ from dflop.step import Program
 
 __all__ = ["GROUP_TIMEOUT", "GroupMaker", "RankGroups", "rank_groups", "ranks_of_nodes"]
 
-GROUP_TIMEOUT = timedelta(minutes=10)
+# Ranks wait for one that reads its weights from a slow disk, or compiles. `PeerWatch` ends a job that hangs earlier.
+GROUP_TIMEOUT = timedelta(hours=1)
 
 # Groups that share no rank.
 RankGroups = tuple[tuple[int, ...], ...]

@@ -5,6 +5,7 @@ never give it back; for a model of 7 B parameters that is up to 180 GB a node.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -17,7 +18,7 @@ class HostBuffer:
     """One buffer, which grows to what is copied into it. `num_bytes` is its size."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     @property
     def num_bytes(self) -> int:
@@ -42,9 +43,22 @@ class HostBuffer:
         return copies
 
     def _allocate(self, num_bytes: int, *, is_pinned: bool) -> None:
-        if is_pinned and self.num_bytes:
+        if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._bytes = torch.empty(0, dtype=torch.uint8)  # free the former one first
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        if is_pinned:  # where the system refuses to pin so much, copies take longer and are as right
-            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0)
+        self._is_pinned = is_pinned and _pin(self._bytes)
+
+
+def _pin(memory: torch.Tensor) -> bool:
+    """Pin memory; False where the system refuses to pin so much. Copies then take longer and are as right."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        return True
+    _clear_error()
+    return False
+
+
+def _clear_error() -> None:
+    """CUDA keeps the error of a refusal, and the next launch of a kernel would report it as its own."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

@@ -6,6 +6,7 @@ instructions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from dflop.train.tied_embedding import Ends
 from dflop.train.wires import make_links
 
 __all__ = ["Sharers", "Topology", "join_group", "join_world", "place_in_world"]
+
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
 def join_group(device_kind: str) -> tuple[torch.device, dist.Store]:
     """Join the process group that torchrun's environment describes. Returns this rank's device, and the group's
     store."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=GROUP_TIMEOUT))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_RENDEZVOUS_TIMEOUT))
     device = local_device(device_kind)
     dist.init_process_group(
         "nccl" if device_kind == "cuda" else "gloo",

@@ -63,7 +63,5 @@ def _group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = _MOST_CTAS
-    group = dist.new_group(timeout=timeout, pg_options=options)
-    # The first operation of a group must be one of all its ranks.
-    dist.barrier(group)
-    return group
+    # With the device of `init_process_group`, the communicator is made at once: an operation of few ranks may be first.
+    return dist.new_group(timeout=timeout, pg_options=options)

@@ -223,7 +223,7 @@ class NoStreams:
     def computed(self) -> None:
         """The end of what was computed so far, which is now."""
 
-    def behind(self, event: None):
+    def behind(self, event: None, channel: int):
         return nullcontext()
 
 

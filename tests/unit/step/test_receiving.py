@@ -11,14 +11,15 @@ class RecordedStreams:
     """Events are numbers of computations that the compute stream was given."""
 
     def __init__(self):
-        self.num_computed, self.waited_for = 0, []
+        self.num_computed, self.waited_for, self.channels = 0, [], []
 
     def computed(self):
         return self.num_computed
 
     @contextmanager
-    def behind(self, event):
+    def behind(self, event, channel):
         self.waited_for.append(event)
+        self.channels.append(channel)
         yield
 
 
@@ -55,6 +56,15 @@ def test_memory_is_used_again_and_a_receive_waits_for_the_copy_out_of_it_alone()
         slots.take(buffer)
     assert len(set(addresses)) == 2
     assert streams.waited_for == [0, 10, 10, 20, 30, 40]
+
+
+def test_a_channel_waits_for_its_own_slots_alone():
+    slots, streams = make()
+    for channel in (3, 5, 3):
+        (buffer,) = slots.buffers(channel, [(1, 2)])
+        with slots.issuing(has_sends=False):
+            slots.take(buffer)
+    assert streams.channels == [3, 5, 3]
 
 
 def test_a_larger_message_gets_larger_memory():

@@ -76,3 +76,21 @@ def test_on_cpus_the_peak_is_the_process_s():
     assert held > 2**20
     assert allocated == 0
     forget_peak(torch.device("cpu"))
+
+
+def test_memory_that_the_system_does_not_pin_is_used_unpinned_and_its_error_is_cleared(monkeypatch):
+    class Refusing:
+        def cudaHostRegister(self, *_):
+            return 2
+
+        def cudaHostUnregister(self, *_):
+            raise AssertionError("this memory was never pinned")
+
+    cleared = []
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr("dflop.train.host_buffer._clear_error", lambda: cleared.append(True))
+    buffer = HostBuffer()
+    buffer._allocate(8, is_pinned=True)
+    buffer._allocate(16, is_pinned=True)
+    assert buffer.num_bytes == 16
+    assert cleared == [True, True]
