@@ -38,10 +38,11 @@ from dflop.step.simulation_kernel import (
     walk_items,
 )
 
-__all__ = ["CompiledPlan", "compile_plan", "unmerged"]
+__all__ = ["AHEAD", "CompiledPlan", "compile_plan", "unmerged"]
 
-# By how many microbatches a stage without a backward is ahead of the stage that takes its output, in the total order.
-_AHEAD = 4
+# By how many microbatches a frozen encoder may be ahead of the stage that takes its output, in the total order, and
+# features of any encoder of the LLM's first stage.
+AHEAD = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +209,11 @@ def _ready_at(which, stage, microbatch, stages, groups, done, ended):
                 return -1.0
             ready = max(ready, ended[which, other, microbatch])
     taker = _taker(stage, stages, groups)
-    if not stages[stage, HAS_BACKWARD] and taker >= 0 and microbatch >= _AHEAD:
+    if not stages[stage, HAS_BACKWARD] and taker >= 0 and microbatch >= AHEAD:
         # Nothing else keeps a frozen encoder from running ahead, and its messages from piling up at their receivers.
-        if not done[FORWARD, taker, microbatch - _AHEAD]:
+        if not done[FORWARD, taker, microbatch - AHEAD]:
             return -1.0
-        ready = max(ready, ended[FORWARD, taker, microbatch - _AHEAD])
+        ready = max(ready, ended[FORWARD, taker, microbatch - AHEAD])
     return ready
 
 

@@ -7,9 +7,10 @@ an edge is known from the schedule, so a list holds no sizes. Both ends skip an 
 a worker that carries both ends transfers nothing.
 
 Nothing can wait in a circle. In the total order of all computations (`compiled`), a message stands right behind the
-computation that makes it, and the messages of one computation stand in the order of their edges. A worker issues all
-that it does in this order: a send behind its computation, and a receive at the place of the computation that makes the
-message, long before the worker's computation that waits for it. Of all that is not done, take the first in the total
+computation that makes it, and the messages of one computation stand in the order of their edges. Features stand behind
+the LLM's forward of a few microbatches before, so that few of them wait at their receivers. A worker issues all that it
+does in this order: a send behind its computation, and a receive at the same place, long before the worker's computation
+that waits for it. Of all that is not done, take the first in the total
 order: it has all that it waits for, and it is the next to be done on each worker that takes part, even if all of the
 worker's streams share one queue.
 """
@@ -26,10 +27,10 @@ import numpy as np
 from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.plan.plan import Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
-from dflop.step.compiled import compile_plan
+from dflop.step.compiled import AHEAD, compile_plan
 from dflop.step.nodes import Node, Worker, nodes_of, worker_of, workers_of
 from dflop.step.routes import Edge, Route, edges_of, make_routes
-from dflop.step.simulation_kernel import DP, PARTS
+from dflop.step.simulation_kernel import BRIDGE_IN, DP, PARTS
 
 __all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "instructions_together", "make_program"]
 
@@ -71,9 +72,9 @@ class Op(StrEnum):
 class Instruction:
     """One action of a node; `microbatch` is -1 for the gradient sync, `edge` the index of the edge for messages.
 
-    `place` is that of the computation in the total order; for a send or a receive that of the computation that makes
-    the message, and for a wait that of the computation that takes it. Sends and receives of one place and channel are
-    issued together.
+    `place` is that of the computation in the total order; for a send or a receive that of the computation behind which
+    the message stands, and for a wait that of the computation that takes it. Sends and receives of one place and
+    channel are issued together.
     """
 
     op: Op
@@ -176,12 +177,14 @@ class _Writer:
     def __init__(self, plan: Plan, trained: TrainedSet, rank: int | None = None) -> None:
         self.nodes, self.workers, self.edges = nodes_of(plan), workers_of(plan), edges_of(plan)
         self._only = None if rank is None else worker_of(self.workers, rank)
+        stages = compile_plan(plan, trained).stages.tolist()
         # The stage of each node, and the part of the stage's replicas that the node belongs to.
         self._stage_and_part = [
             (place, replica * stage[PARTS] // stage[DP])
-            for place, stage in enumerate(compile_plan(plan, trained).stages.tolist())
+            for place, stage in enumerate(stages)
             for replica in range(stage[DP])
         ]
+        self._takes_features = [stage[BRIDGE_IN] > 0 for stage in stages]
         # What a worker sends and receives when a part of a stage computes; what it waits for before its node computes.
         self._messages: dict[tuple[int, int, tuple[int, int]], list[_Message]] = defaultdict(list)
         self._awaited: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -207,6 +210,8 @@ class _Writer:
         if self._only not in (None, worker):
             return ()
         carried = {self._stage_and_part[node]: node for node in self.workers[worker].nodes}
+        issued_at = self._issued_at(order)
+        waiting: dict[int, list[Instruction]] = defaultdict(list)  # by the place where they are issued
         listed: list[Instruction] = []
         for place, (which, stage, microbatch, part) in enumerate(order):
             compute, send, receive, wait = _OPS[which]
@@ -215,9 +220,21 @@ class _Writer:
                 listed += (Instruction(wait, node, microbatch, edge, place) for edge in awaited)
                 listed.append(Instruction(compute, node, microbatch, place=place))
             for message in self._messages[worker, which, (stage, part)]:
+                is_bridged = which == FORWARD and self.edges[message.edge].is_bridge
+                at = max(place, issued_at.get(microbatch, place)) if is_bridged else place
                 op = send if message.is_send else receive
-                listed.append(Instruction(op, message.node, microbatch, message.edge, place))
+                waiting[at].append(Instruction(op, message.node, microbatch, message.edge, at))
+            listed += waiting.pop(place, [])
         return (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in self.workers[worker].nodes))
+
+    def _issued_at(self, order: Sequence[Sequence[int]]) -> dict[int, int]:
+        """By microbatch, the place before which its features are not sent, so that they do not pile up at their
+        receivers: behind the forward of the LLM's first stage for the microbatch `AHEAD` before."""
+        return {
+            microbatch + AHEAD: place
+            for place, (which, stage, microbatch, _) in enumerate(order)
+            if which == FORWARD and self._takes_features[stage]
+        }
 
 
 _OPS = {

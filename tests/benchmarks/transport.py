@@ -25,7 +25,9 @@ from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.passes import FORWARD
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.step import StageTimes, make_program
+from dflop.step.compiled import AHEAD
 from dflop.step.routes import make_routes
+from dflop.step.simulation_kernel import BRIDGE_IN
 
 CLUSTERS = (
     {"nodes": 8, "batch": 512, "device": "h100-80g", "intra_gbps": 3600, "inter_gbps": 400},
@@ -103,34 +105,42 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
         edges_of[1 - FORWARD][edge.target].append(number)
     clock_s, free_s, arrived_s = np.zeros(len(program.workers)), defaultdict(float), defaultdict(float)
     first_node, dp, num_parts = compiled.stages[:, 1], compiled.stages[:, 0], compiled.stages[:, -1]
-    for which, stage, microbatch, part in compiled.order.tolist():
+    order, waiting = compiled.order.tolist(), defaultdict(list)
+    takes_features = compiled.stages[:, BRIDGE_IN] > 0
+    issued_at = {
+        microbatch + AHEAD: place
+        for place, (which, stage, microbatch, _) in enumerate(order)
+        if which == FORWARD and takes_features[stage]
+    }
+    for place, (which, stage, microbatch, part) in enumerate(order):
         share = dp[stage] // num_parts[stage]
         nodes = range(first_node[stage] + part * share, first_node[stage] + (part + 1) * share)
         for node in nodes:
             begin_s = max(arrived_s[which, node, microbatch], clock_s[carriers[node]].max())
             seconds = (times.forward_s if which == FORWARD else times.backward_s)[node, microbatch]
             clock_s[carriers[node]] = begin_s + seconds
-        messages, ended_s = [], defaultdict(float)
         for number in (number for node in nodes for number in edges_of[which][node]):
-            edge = program.edges[number]
-            seconds = (
-                bridge_s.get((edge.source, edge.target, microbatch))
-                if edge.is_bridge
-                else times.chain_s[edge.source, microbatch]
-            )
-            if seconds is None:
-                continue
-            channel, taker = edge.channel(which == FORWARD), edge.target if which == FORWARD else edge.source
-            for ends in routes.of(number, which == FORWARD):
+            held_until = issued_at.get(microbatch, place)
+            is_held = which == FORWARD and program.edges[number].is_bridge
+            waiting[max(place, held_until) if is_held else place].append((number, which, microbatch))
+        messages, ended_s = [], defaultdict(float)
+        for number, way, of_microbatch in waiting.pop(place, []):
+            edge, is_forward = program.edges[number], way == FORWARD
+            seconds = times.chain_s[edge.source, of_microbatch]
+            if edge.is_bridge:
+                seconds = bridge_s.get((edge.source, edge.target, of_microbatch))
+                if seconds is None:
+                    continue
+            channel, taker = edge.channel(is_forward), edge.target if is_forward else edge.source
+            for ends in routes.of(number, is_forward):
                 begin_s = max(clock_s[ends.sender], *(free_s[worker, channel] for worker in ends))
                 if late:
                     begin_s = max(begin_s, clock_s[ends.receiver])
-                messages.append((ends.receiver, channel, taker))
+                messages.append((ends.receiver, channel, (way, taker, of_microbatch)))
                 for worker in ends:
                     ended_s[worker, channel] = max(ended_s[worker, channel], begin_s + seconds)
         free_s |= ended_s
-        for receiver, channel, taker in messages:
-            key = which, taker, microbatch
+        for receiver, channel, key in messages:
             arrived_s[key] = max(arrived_s[key], ended_s[receiver, channel])
     return float(clock_s.max())
 

@@ -26,6 +26,7 @@ from dflop.step import (
     most_in_flight,
     stages_of,
 )
+from dflop.step.compiled import AHEAD
 
 properties = settings(max_examples=400)
 
@@ -249,6 +250,18 @@ def test_a_list_that_runs_too_far_ahead_is_refused_by_its_memory():
     gpipe, plan = disjoint(num_microbatches=4, schedule="gpipe"), disjoint(num_microbatches=4)
     with pytest.raises(ValueError, match="worker 0 holds activations of 4 microbatches of vision, more than 2"):
         check_program(plan, make_program(gpipe))
+
+
+@properties
+@given(order=orders())
+def test_features_are_received_at_most_a_few_microbatches_ahead(order):
+    plan, frozen, slots = order
+    program = make_program(plan, TrainedSet(frozen), slots)
+    for items in program.instructions:
+        done = {(item.node, item.microbatch): number for number, item in enumerate(items) if item.op is Op.FORWARD}
+        for number, item in enumerate(items):
+            if item.op is Op.RECV_FORWARD and program.edges[item.edge].is_bridge and item.microbatch >= AHEAD:
+                assert done[item.node, item.microbatch - AHEAD] < number
 
 
 @properties
