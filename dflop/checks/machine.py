@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from dflop.base.compilers import COMPILERS, find_compiler
 from dflop.base.process_memory import available_bytes
 
 __all__ = ["Finding", "Machine", "findings", "look", "table"]
@@ -82,9 +83,7 @@ def look() -> Machine:
         driver=driver,
         cards=cards,
         num_present=num_present,
-        compilers={
-            name: shutil.which(os.environ.get(name, program)) for name, program in (("CC", "gcc"), ("CXX", "g++"))
-        },
+        compilers={variable: find_compiler(variable) for variable in COMPILERS},
         has_python_header=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         interfaces={name: _read(Path("/sys/class/net", name, "operstate")) for _, name in socket.if_nameindex()},
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),

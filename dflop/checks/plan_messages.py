@@ -3,7 +3,7 @@
 from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 from dflop.step import Program, check_program, make_program
-from dflop.step.routes import make_routes
+from dflop.step.routes import channels_of, make_routes
 from dflop.train.groups import rank_groups
 
 __all__ = ["messages_of", "num_communicators"]
@@ -29,11 +29,5 @@ def messages_of(plan: Plan, trained: TrainedSet) -> str:
 
 def num_communicators(program: Program) -> int:
     """Communicators of a rank at most: the world's, those of messages, and those of the modules' groups."""
-    routes = make_routes(program.workers, program.edges)
-    channels = {
-        edge.channel(is_forward)
-        for number, edge in enumerate(program.edges)
-        for is_forward in (True, False)
-        if routes.of(number, is_forward)
-    }
+    channels = channels_of(program.edges, make_routes(program.workers, program.edges))
     return 1 + len(channels) + len(set(rank_groups(program).values()))

@@ -7,8 +7,9 @@ __all__ = ["doctor_command"]
 
 @click.command("doctor")
 def doctor_command() -> None:
-    """Print what of this machine matters to training, and what is missing for which use. It takes seconds, also without
-    a GPU. The exit code is 1 if something is missing without which nothing can be trained here.
+    """Print the versions, cards, compilers and limits of this machine, and what it lacks.
+
+    It takes seconds and needs no GPU. The exit code is 1 if something is missing without which nothing can be trained.
     """
     from dflop.checks.machine import findings, look, table
 

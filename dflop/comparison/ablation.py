@@ -15,7 +15,7 @@ from dflop.comparison.systems import megatron
 from dflop.config import PlanConfig
 from dflop.plan import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
 
-__all__ = ["ABLATION"]
+__all__ = ["ABLATION", "LPT_ORDERED"]
 
 _MONOLITHIC = {"placements": [MONOLITHIC.name]}
 _PLAIN = {"schedules": [PLAIN_SCHEDULE]}

@@ -7,7 +7,6 @@ outside the compiled code.
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from dflop.base.compilers import COMPILERS, find_compiler
 from dflop.models.attention import PACKED, SegmentEnds, packed_attention
 from dflop.models.compile_log import keep_log, why_not_compiled
 from dflop.models.stages import Stage
@@ -100,10 +100,8 @@ def _wide_gradients_aside(layer: nn.Module) -> Iterator[None]:
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        if not importlib.util.find_spec("triton"):
-            return "package triton"
-        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-        return None if any(map(shutil.which, compilers)) else f"C compiler ({', '.join(compilers)})"
-    compiler = os.environ.get("CXX") or "g++"
-    return None if shutil.which(compiler) else f"C++ compiler ({compiler})"
+    if device.type == "cuda" and not importlib.util.find_spec("triton"):
+        return "package triton"
+    variable, language = ("CC", "C") if device.type == "cuda" else ("CXX", "C++")
+    tried = os.environ.get(variable) or ", ".join(COMPILERS[variable])
+    return None if find_compiler(variable) else f"{language} compiler ({tried})"

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -32,7 +33,16 @@ from dflop.step.nodes import Node, Worker, nodes_of, worker_of, workers_of
 from dflop.step.routes import Edge, Route, edges_of, make_routes
 from dflop.step.simulation_kernel import BRIDGE_IN, DP, PARTS
 
-__all__ = ["Instruction", "Op", "Program", "Span", "StepInstructions", "instructions_together", "make_program"]
+__all__ = [
+    "Instruction",
+    "Op",
+    "Program",
+    "Span",
+    "StepInstructions",
+    "features_issued_at",
+    "instructions_together",
+    "make_program",
+]
 
 
 class Op(StrEnum):
@@ -144,10 +154,13 @@ class StepInstructions:
     """One rank's instructions for each step: those of the program, or those of a batch that has slots of its own."""
 
     def __init__(self, plan: Plan, program: Program, trained: TrainedSet, rank: int) -> None:
-        self._plan, self._trained = plan, trained
+        self._plan, self._trained, self._rank = plan, trained, rank
         self._worker = worker_of(program.workers, rank)
         self._usual = program.instructions[self._worker]
-        self._writer = _Writer(plan, trained, rank)
+
+    @cached_property
+    def _writer(self) -> "_Writer":
+        return _Writer(self._plan, self._trained, self._rank)
 
     def of(self, slots: np.ndarray | None) -> tuple[Instruction, ...]:
         """The instructions for a batch with these slots (see `group_orders`); None for the program's own."""
@@ -161,6 +174,16 @@ def instructions_together(instructions: Iterable[Instruction]) -> Iterator[tuple
     instructions."""
     grouped = groupby(instructions, lambda item: (item.op.is_send or item.op.is_receive, item.place))
     return ((is_message, items) for (is_message, _), items in grouped)
+
+
+def features_issued_at(order: Sequence[Sequence[int]], takes_features: Sequence[bool]) -> dict[int, int]:
+    """By microbatch, the place in the total order before which its features are not sent, so that they do not pile up
+    at their receivers: behind the forward of the microbatch `AHEAD` before on the stage that takes features."""
+    return {
+        microbatch + AHEAD: place
+        for place, (which, stage, microbatch, _) in enumerate(order)
+        if which == FORWARD and takes_features[stage]
+    }
 
 
 class _Message(NamedTuple):
@@ -210,7 +233,7 @@ class _Writer:
         if self._only not in (None, worker):
             return ()
         carried = {self._stage_and_part[node]: node for node in self.workers[worker].nodes}
-        issued_at = self._issued_at(order)
+        issued_at = features_issued_at(order, self._takes_features)
         waiting: dict[int, list[Instruction]] = defaultdict(list)  # by the place where they are issued
         listed: list[Instruction] = []
         for place, (which, stage, microbatch, part) in enumerate(order):
@@ -226,15 +249,6 @@ class _Writer:
                 waiting[at].append(Instruction(op, message.node, microbatch, message.edge, at))
             listed += waiting.pop(place, [])
         return (*listed, *(Instruction(Op.SYNC_GRADIENTS, node) for node in self.workers[worker].nodes))
-
-    def _issued_at(self, order: Sequence[Sequence[int]]) -> dict[int, int]:
-        """By microbatch, the place before which its features are not sent, so that they do not pile up at their
-        receivers: behind the forward of the LLM's first stage for the microbatch `AHEAD` before."""
-        return {
-            microbatch + AHEAD: place
-            for place, (which, stage, microbatch, _) in enumerate(order)
-            if which == FORWARD and self._takes_features[stage]
-        }
 
 
 _OPS = {

@@ -19,7 +19,7 @@ from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
 from dflop.step.nodes import Worker, stages_of
 
-__all__ = ["Edge", "Route", "Routes", "edges_of", "lanes_of", "make_routes"]
+__all__ = ["Edge", "Route", "Routes", "channels_of", "edges_of", "lanes_of", "make_routes"]
 
 _BRIDGE = 0
 
@@ -101,6 +101,12 @@ def _track(stage: int, pp: int) -> int:
     """The track from this stage to the next; the last rank of an odd number of them leads back to the first."""
     place = stage % pp
     return 3 if place == pp - 1 and pp % 2 else 1 + place % 2
+
+
+def channels_of(edges: Sequence[Edge], routes: Routes) -> list[int]:
+    """The channels over which there are messages, at most eight."""
+    ways = ((number, is_forward) for number in range(len(edges)) for is_forward in (True, False))
+    return sorted({edges[number].channel(is_forward) for number, is_forward in ways if routes.of(number, is_forward)})
 
 
 def lanes_of(num_sending: int, num_receiving: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from dflop.step.instructions import Instruction, Op, Program, instructions_together
 from dflop.step.routes import make_routes
 
-__all__ = ["most_waiting", "unfinished"]
+__all__ = ["unfinished"]
 
 
 @dataclass(slots=True)
@@ -53,17 +53,6 @@ def unfinished(
     edge and a microbatch whether there is anything to send.
     """
     return _World(program, num_queues, has_message).run()
-
-
-def most_waiting(program: Program) -> int:
-    """The most operations on messages that a worker can have begun at a time: one for each channel that it uses."""
-    routes = make_routes(program.workers, program.edges)
-    channels: dict[int, set[int]] = defaultdict(set)
-    for number, edge in enumerate(program.edges):
-        for is_forward in (True, False):
-            for worker in (worker for route in routes.of(number, is_forward) for worker in route):
-                channels[worker].add(edge.channel(is_forward))
-    return max(map(len, channels.values()), default=0)
 
 
 class _World:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dflop.step import Program
 from dflop.step.receiving import receiver_on
-from dflop.step.routes import lanes_of, make_routes
+from dflop.step.routes import channels_of, lanes_of, make_routes
 from dflop.step.run import Links, Wire
 
 __all__ = ["make_links"]
@@ -22,13 +22,7 @@ def make_links(program: Program, worker: int, device: torch.device, dtype: torch
     """The links of this rank, which is one of the worker number `worker`. Every rank makes the same groups, in the same
     order: one of all ranks for each channel (`routes`)."""
     rank, routes = dist.get_rank(), make_routes(program.workers, program.edges)
-    used = {
-        edge.channel(is_forward)
-        for number, edge in enumerate(program.edges)
-        for is_forward in (True, False)
-        if routes.of(number, is_forward)
-    }
-    groups = {channel: _group(device, timeout) for channel in sorted(used)}
+    groups = {channel: _group(device, timeout) for channel in channels_of(program.edges, routes)}
     sends: dict[tuple[int, bool], list[Wire]] = defaultdict(list)
     receives: dict[tuple[int, bool], Wire] = {}
     for number, edge in enumerate(program.edges):

@@ -25,7 +25,7 @@ from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.passes import FORWARD
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.step import StageTimes, make_program
-from dflop.step.compiled import AHEAD
+from dflop.step.instructions import features_issued_at
 from dflop.step.routes import make_routes
 from dflop.step.simulation_kernel import BRIDGE_IN
 
@@ -106,12 +106,7 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
     clock_s, free_s, arrived_s = np.zeros(len(program.workers)), defaultdict(float), defaultdict(float)
     first_node, dp, num_parts = compiled.stages[:, 1], compiled.stages[:, 0], compiled.stages[:, -1]
     order, waiting = compiled.order.tolist(), defaultdict(list)
-    takes_features = compiled.stages[:, BRIDGE_IN] > 0
-    issued_at = {
-        microbatch + AHEAD: place
-        for place, (which, stage, microbatch, _) in enumerate(order)
-        if which == FORWARD and takes_features[stage]
-    }
+    issued_at = features_issued_at(order, compiled.stages[:, BRIDGE_IN] > 0)
     for place, (which, stage, microbatch, part) in enumerate(order):
         share = dp[stage] // num_parts[stage]
         nodes = range(first_node[stage] + part * share, first_node[stage] + (part + 1) * share)

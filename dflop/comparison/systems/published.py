@@ -33,7 +33,7 @@ _WITHIN = PlanConfig(placements=[DISJOINT.name], schedules=[PLAIN_SCHEDULE], sha
 def _plans(
     config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = True
 ) -> list[Candidate]:
-    """One plan, with `compares` as well: the one that the rule gives the least value, among plans that fit."""
+    """The plan that fits and has the least value by the rule, also with `compares`."""
     batches = GroupedBatches(config, spec, costs, samples)
     try:
         rows = enumerate_space(config, spec, costs.layouts, {}, _WITHIN)
