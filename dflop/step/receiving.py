@@ -86,7 +86,8 @@ class Slots:
         self._how, self._streams = {"device": device, "dtype": dtype}, streams or CudaStreams(device)
         self._free: dict[int, deque[_Slot]] = defaultdict(deque)
         self._num_slots: Counter[int] = Counter()
-        self._slot_of: dict[int, tuple[int, _Slot]] = {}  # by the buffer's address
+        # By the buffer's identity: empty messages have no address of their own.
+        self._slot_of: dict[int, tuple[int, _Slot]] = {}
         self._last: tuple[int, _Slot] | None = None
 
     def buffers(self, channel: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -95,7 +96,7 @@ class Slots:
         slot.num_left, self._last = len(shapes), (channel, slot)
         parts = slot.memory[: sum(sizes)].split(sizes)
         found = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._slot_of |= {buffer.data_ptr(): (channel, slot) for buffer in found}
+        self._slot_of |= {id(buffer): (channel, slot) for buffer in found}
         return found
 
     def _slot(self, channel: int, size: int) -> _Slot:
@@ -116,7 +117,7 @@ class Slots:
         return self._streams.behind(slot.free_from, channel)
 
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
-        channel, slot = self._slot_of.pop(buffer.data_ptr())
+        channel, slot = self._slot_of.pop(id(buffer))
         message = buffer.clone()
         slot.num_left -= 1
         if not slot.num_left:

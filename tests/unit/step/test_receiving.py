@@ -74,6 +74,12 @@ def test_a_larger_message_gets_larger_memory():
         assert torch.equal(slots.take(buffer), torch.full((size, 2), float(size)))
 
 
+def test_empty_messages_are_told_apart():
+    slots, _ = make()
+    buffers = [buffer for value in range(2) for buffer in receive(slots, value, (0, 2), (value + 1, 2), (0, 2))]
+    assert [slots.take(buffer).shape for buffer in buffers] == [(0, 2), (1, 2), (0, 2), (0, 2), (2, 2), (0, 2)]
+
+
 def test_an_operation_that_also_sends_waits_for_the_computation_that_made_what_is_sent():
     slots, streams = make()
     receive(slots, 1.0, (2, 2), has_sends=True)
