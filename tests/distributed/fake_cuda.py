@@ -1,0 +1,180 @@
+"""A stand-in for a GPU: tensors on the device `cuda` that have shapes and dtypes, but no values.
+
+torch's fake tensors may be on `cuda` without a GPU, but its CPU build refuses their backward, which asks for the
+device's streams. A few lines of C++ answer (`_HOOKS`). Streams and events of `torch.cuda` are made up in Python.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend `fake`)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Recorder", "build_hooks", "load_hooks"]
+
+# One device, whose only stream is its default one.
+_HOOKS = r"""
+#include <cstring>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+constexpr auto CUDA = c10::DeviceType::CUDA;
+
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<CUDA> {
+  c10::Device getDevice() const override { return {CUDA, 0}; }
+  c10::Device exchangeDevice(c10::Device) const override { return {CUDA, 0}; }
+  c10::Stream getStream(c10::Device on) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, on); }
+  c10::Stream getDefaultStream(c10::Device on) const override { return c10::Stream(c10::Stream::DEFAULT, on); }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
+};
+
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+
+static Guard guard;
+static Hooks hooks;
+
+extern "C" void stand_in() {
+  static c10::impl::DeviceGuardImplRegistrar registrar(CUDA, &guard);
+  // torch made its own hooks when it was imported. They have no data: with our table of methods they are ours.
+  std::memcpy((void*)&at::detail::getCUDAHooks(), (const void*)&hooks, sizeof(void*));
+}
+"""
+
+
+def build_hooks(folder: Path) -> Path | None:
+    """The hooks as a library in `folder`; None without a C++ compiler."""
+    if not (compiler := shutil.which("g++") or shutil.which("clang++")):
+        return None
+    source, library, of_torch = folder / "hooks.cpp", folder / "hooks.so", Path(torch.__file__).parent
+    source.write_text(_HOOKS)
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-w", "-o", str(library), str(source)]
+    command += [f"-I{of_torch}/include", f"-L{of_torch}/lib", "-lc10", "-ltorch_cpu"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def load_hooks(library: Path) -> None:
+    """Give this process a stand-in for a GPU, until it ends. It must not have run a backward before."""
+    ctypes.CDLL(str(library)).stand_in()
+    _STREAMS.append(Stream())
+    for name, stand_in in {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: _STREAMS[-1],
+        "stream": _on,
+        "synchronize": lambda device=None: None,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
+    }.items():
+        setattr(torch.cuda, name, stand_in)
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, enable_timing: bool = False, **_: object) -> None: ...
+
+    def record(self, stream: "Stream | None" = None) -> None: ...
+
+    def wait(self, stream: "Stream | None" = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+class Stream:
+    """A stream that has always done what it was given."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, Event)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        assert isinstance(stream, Stream)
+
+    def synchronize(self) -> None: ...
+
+
+# Streams that were entered, the last one last. The first is the one that computes.
+_STREAMS: list[Stream] = []
+
+
+@contextmanager
+def _on(stream: Stream | None) -> Iterator[None]:
+    _STREAMS.append(stream or _STREAMS[-1])
+    yield
+    _STREAMS.pop()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a rank sends, receives and shares, and refuses what NCCL would: tensors of a CPU, or with gaps.
+
+    - `sent`, `received`: shape and dtype of each message in order, by channel and the rank at the other end.
+    - `shared`: the collectives in order, by the ranks of their group.
+
+    Of fake tensors the host reads ones, and that nothing is true. Enter it inside a `FakeTensorMode`, with the backend
+    `fake`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[tuple[str, int], list] = defaultdict(list)
+        self.received: dict[tuple[str, int], list] = defaultdict(list)
+        self.shared: dict[tuple[int, ...], list] = defaultdict(list)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype != torch.bool and (1.0 if args[0].is_floating_point() else 1)
+        if operation.namespace == "c10d":
+            self._note(operation.__name__.removesuffix(".default"), args)
+        return operation(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: tuple) -> None:
+        tensors = [own for own in tree_leaves(args) if isinstance(own, torch.Tensor)]
+        for own in tensors:
+            assert own.device.type == "cuda", f"{name}: NCCL takes no tensor of a {own.device.type}"
+            assert own.is_contiguous(), f"{name}: NCCL takes no tensor with gaps"
+        group = next(filter(None, map(_as_group, args)))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sizes = [(tuple(own.shape), own.dtype) for own in tensors]
+        if name in ("send", "recv_"):
+            _, _, peer, _ = args
+            noted = self.sent if name == "send" else self.received
+            noted[group.group_name, ranks[peer]] += sizes
+        else:
+            roots = [own for own in args if type(own) is int]
+            self.shared[ranks].append((name, sizes, roots))
+
+
+def _as_group(value: object) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (TypeError, RuntimeError, ValueError):
+        return None
