@@ -1,6 +1,8 @@
 """A rank has few process groups, and making all takes few calls, however many ranks there are."""
 
+from datetime import timedelta
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from dflop.checks.plan_messages import num_communicators
 from dflop.plan import Grid, Plan
 from dflop.step import make_program
 from dflop.train.groups import GroupMaker, rank_groups
+from dflop.train.wires import make_links
 
 WORLDS = [8, 64, 256, 1024]
 
@@ -72,3 +75,15 @@ def test_on_gpus_all_groups_for_a_purpose_are_one_split_of_the_world(monkeypatch
     assert maker.own(((0, 2), (1, 3))) == 2
     assert maker.own(((2, 3), (0, 1))) == 1  # the same groups are made once
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+
+
+def test_messages_on_gpus_hold_few_thread_blocks(monkeypatch):
+    made = []
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda **how: made.append(how["pg_options"]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    make_links(make_program(plan_of("disjoint", 8)), 0, torch.device("cuda"), torch.bfloat16, timedelta(seconds=9))
+    assert made
+    assert {own.config.max_ctas for own in made} == {4}
+    assert {own._timeout for own in made} == {timedelta(seconds=9)}
