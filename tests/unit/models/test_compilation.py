@@ -88,7 +88,12 @@ def passed(stage: Stage, size: Sequence[int]) -> list[torch.Tensor]:
         # Where one of two layers is recomputed, the other is not.
         pytest.param("llm", 0, [[30, 11], [9, 50, 3], [64]], marks=pytest.mark.exhaustive),
         ("llm", 1, [[30, 11], [9, 50, 3], [64]]),
-        ("vision", 0, [[2, 1], [5], [1, 1, 2]]),
+        pytest.param(
+            *("vision", 0, [[2, 1], [5], [1, 1, 2]]),
+            marks=pytest.mark.skipif(
+                torch.__version__ < (2, 12), reason="torch 2.11 compiles no attention of fp64 for CPUs"
+            ),
+        ),
     ],
 )
 def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, num_recomputed, sizes):
@@ -200,7 +205,7 @@ def all_modes(stage: LlmStage) -> None:
 def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_counted(monkeypatch):
     # What torch.compile traces is what counts here, and not what its compiler makes of it.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    stage = build("llm", num_layers=6)
+    stage = build("llm", num_layers=12)
     compile_layers(stage)
     before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
     all_modes(stage)
@@ -208,7 +213,7 @@ def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_co
     assert compiled_so_far().num_ended > num_compiled
     assert compiled_so_far().seconds > 0.0
     torch._dynamo.reset()
-    stage = build("llm", num_layers=6)
+    stage = build("llm", num_layers=12)
     compile_layers(stage)
     with torch._dynamo.config.patch(recompile_limit=2):
         all_modes(stage)
