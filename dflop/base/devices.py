@@ -10,8 +10,10 @@ from yaml import YAMLError, safe_load
 
 from dflop.base.errors import UserError
 
-__all__ = ["DeviceModel", "find_device", "load_device"]
+__all__ = ["COMMUNICATOR_BYTES", "DeviceModel", "find_device", "load_device"]
 
+# Assumed of a communicator where nothing is known (`devices.yaml`).
+COMMUNICATOR_BYTES = 0.25e9
 _OURS = Path(__file__).with_name("devices.yaml")
 
 
@@ -32,6 +34,7 @@ class DeviceModel:
     launch_s: float
     network_bytes_per_s: float = 6.25e9
     overhead_bytes: float = 0.0
+    communicator_bytes: float = COMMUNICATOR_BYTES
     allocator_share: float = 0.0
 
     @property
@@ -113,7 +116,7 @@ def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
         except (TypeError, ValueError):
             number = math.nan
         most = 1.0 if key.endswith("_share") else math.inf
-        may_be_zero = key in ("launch_s", "overhead_bytes", "allocator_share")
+        may_be_zero = key in ("launch_s", "overhead_bytes", "communicator_bytes", "allocator_share")
         is_enough = number >= 0 if may_be_zero else number > 0
         if not (is_enough and number <= most and math.isfinite(number)):
             right = "a share" if most == 1.0 else "a number"

@@ -29,6 +29,7 @@ from dflop.schedule import MEMORY_CATEGORIES, Assignment, Pricer, StepSchedule, 
 from dflop.shapes import SampleShapes
 from dflop.step import Node, Op, Program, StepInstructions, make_program
 from dflop.step.nodes import worker_of
+from dflop.step.receiving import NoStreams, Slots
 from dflop.step.run import run_instructions
 from dflop.train.feed import samples_of
 from dflop.train.node_work import TRAINING, make_works
@@ -145,7 +146,10 @@ def _run(
     for work in works.values():
         work.begin_step(schedule)
     # Without receivers, the rank sends nothing, and so does not hold what in training is sent and has arrived.
-    run_instructions(instructions, works, replace(topology.links, sends={}))
+    links = replace(topology.links, sends={})
+    if config.cluster.device == "cuda":
+        links = replace(links, receiver=Slots(links.device, links.dtype, NoStreams()))
+    run_instructions(instructions, works, links)
 
 
 def _schedule(program: Program, shapes: SampleShapes, assignment: Assignment) -> StepSchedule:

@@ -52,7 +52,7 @@ def check_plan_command(
     for row in rows:
         ratio = f"{predicted[row] / tracked[row]:9.3f}" if tracked[row] else ""
         click.echo(f"{row:12}{predicted[row] / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
-    click.echo(f"\n{messages_of(plan, config.model.trained)}")
+    click.echo(f"\n{messages_of(plan, config.model.trained, cost_model.communicator_bytes)}")
     if config.layers_of_costs != "eager":
         click.echo(
             f"the costs are of {config.layers_of_costs} layers, and tracked were eager ones, which keep more; to hold "

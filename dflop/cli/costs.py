@@ -71,6 +71,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "precision": "bf16",
         "torch": "",
         "overhead_bytes": int(device.overhead_bytes),
+        "communicator_bytes": int(device.communicator_bytes),
         "allocator_share": device.allocator_share,
         "seconds": 0.0,
         "config_digest": config_digest("profile-costs", config, device=asdict(device)),
@@ -149,19 +150,24 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
 @click.option("--out", type=FILE, required=True, help="DuckDB file to write.")
 def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, out: Path) -> None:
     """Fit the time and memory model to measurements, with its error on whole stages kept out of the fit."""
+    import polars as pl
+
     from dflop.base.commands import code_digest
-    from dflop.costs import fit_costs, fit_links, read_links, read_measured
+    from dflop.costs import fit_costs, fit_links, measured_communicator_bytes, read_links, read_measured
     from dflop.store import write_costs
 
     measured = read_measured(measurements)
     (source,) = measured.device["source"].unique()
     tables = fit_costs(measured.measurements, measured.parameters, source)
+    device = measured.device
     if links_path:
         links = read_links(links_path)
         tables |= {"links": links, "link_model": fit_links(links)}
+        if (num_bytes := measured_communicator_bytes(links)) is not None:
+            device = device.with_columns(communicator_bytes=pl.lit(num_bytes))
     write_costs(
         out,
-        {"measurements": measured.measurements, "device": measured.device, **tables},
+        {"measurements": measured.measurements, "device": device, **tables},
         {
             "source": source,
             "config_digest": ",".join(measured.device["config_digest"].unique().sort()),

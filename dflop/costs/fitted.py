@@ -54,6 +54,8 @@ class FittedCosts:
     # share of the tensors' bytes.
     overhead_bytes: float = 0.0
     allocator_share: float = 0.0
+    # Bytes that a GPU holds for each communicator that its process is in.
+    communicator_bytes: float = 0.0
     # Where the costs come from: measured or analytic. Everything made from analytic costs says so.
     source: str = "measured"
     # The model's digest, the precision, the device model and whether the LLM is `trained` or `frozen` in these costs,
@@ -93,6 +95,7 @@ class FittedCosts:
             ranges=ranges,
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
+            communicator_bytes=max(row.get("communicator_bytes", 0.0) for row in tables["device"]),
             source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
             made_for=_made_for(tables["device"]),
             links=LinkModel.from_rows(tables["link_model"]),
@@ -185,7 +188,8 @@ def _check_tables(
         ("memory_model", key, (fit.const, *fit.per_load), -_MOST_BYTES, _MOST_BYTES) for key, fit in memory.items()
     ]
     numbers += [("memory_model", key, (size,), 0.0, _MOST_BYTES) for key, size in parameter_bytes.items()]
-    numbers += [("device", (), (row["overhead_bytes"], row["allocator_share"]), 0.0, _MOST_BYTES) for row in devices]
+    sizes = ("overhead_bytes", "allocator_share", "communicator_bytes")
+    numbers += [("device", (), [row.get(size, 0.0) for size in sizes], 0.0, _MOST_BYTES) for row in devices]
     for table, key, values, least, most in numbers:
         for value in values:
             if not least <= value <= most:

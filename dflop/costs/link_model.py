@@ -16,7 +16,10 @@ import polars as pl
 from dflop.base import UserError
 from dflop.store import LINK_MODEL_SCHEMA, LINKS_SCHEMA
 
-__all__ = ["Link", "LinkModel", "fit_links", "read_links"]
+__all__ = ["COMMUNICATOR", "Link", "LinkModel", "fit_links", "measured_communicator_bytes", "read_links"]
+
+# The kind of rows whose `num_bytes` are those that a communicator takes of a GPU, and `seconds` those to make it.
+COMMUNICATOR = "communicator"
 
 _Bytes = TypeVar("_Bytes", float, np.ndarray)
 
@@ -79,6 +82,11 @@ def read_links(path: Path) -> pl.DataFrame:
     return frame
 
 
+def measured_communicator_bytes(links: pl.DataFrame) -> int | None:
+    """Bytes that a communicator takes of a GPU, the most that any rank measured; None where none was measured."""
+    return links.filter(pl.col("kind") == COMMUNICATOR)["num_bytes"].max()
+
+
 def fit_links(links: pl.DataFrame) -> pl.DataFrame:
     """The table `link_model`, a row a kind, scope and number of ranks; `median_error` is the relative error of the fit.
 
@@ -90,6 +98,7 @@ def fit_links(links: pl.DataFrame) -> pl.DataFrame:
     from scipy.optimize import nnls  # takes longer to import than most commands take
 
     rows = []
+    links = links.filter(pl.col("kind") != COMMUNICATOR)
     points = links.group_by("kind", "scope", "num_ranks", "num_bytes", maintain_order=True).agg(
         pl.col("seconds").median()
     )

@@ -1,4 +1,5 @@
-"""Measuring the links between ranks: the seconds of transfers and gradient syncs by size, with training's backend.
+"""Measuring the links between ranks: the seconds of transfers and gradient syncs by size, with training's backend, and
+the memory of a communicator on GPUs.
 
 torchrun starts `python -m dflop.costs.links REQUEST` (JSON) on every device of the cluster; rank 0 writes the
 Parquet file. One group of ranks measures at a time, and all ranks learn each result, so that they agree on when
@@ -21,9 +22,10 @@ import torch.distributed as dist
 from dflop.base import UserError, progress_bar, written_whole
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.base.local_device import local_device
+from dflop.costs.link_model import COMMUNICATOR
 from dflop.store import LINKS_SCHEMA
 
-__all__ = ["LinkGroup", "groups_to_measure", "main", "sizes_up_to"]
+__all__ = ["LinkGroup", "communicator_row", "groups_to_measure", "main", "sizes_up_to"]
 
 _TIMEOUT = timedelta(minutes=5)  # ranks of many nodes may start this far apart
 _LEAST_BYTES = 1024
@@ -32,6 +34,7 @@ _LEAST_SIZES = 3
 # Short transfers vary most and cost least: a repeat is the median of up to `_MOST_RUNS` runs, of `_BYTES_OF_RUNS` bytes
 # together.
 _MOST_RUNS, _BYTES_OF_RUNS = 16, 2**20
+_COMMUNICATOR_VALUES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,29 @@ def _measure(
                     own_sizes = sizes[:count]
                     break
     return pl.DataFrame(rows, schema=LINKS_SCHEMA, orient="row")
+
+
+def communicator_row(
+    scope: str, device: torch.device, free_bytes: Callable[[], int]
+) -> tuple[str, str, int, int, float, int]:
+    """A row of `LINKS_SCHEMA` on a communicator of all ranks, used as training does: for a sum, and for messages to the
+    next rank. `free_bytes` gives the device's free memory; the bytes are those of the rank where it takes most."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    values, received = (torch.zeros(_COMMUNICATOR_VALUES, device=device) for _ in range(2))
+    most = torch.zeros(1, dtype=torch.float64, device=device)
+    dist.all_reduce(most)  # the world's communicator is there
+    _now(device)
+    before, started_s = free_bytes(), time.perf_counter()
+    group = dist.new_group(timeout=_TIMEOUT)
+    dist.all_reduce(values, group=group)
+    if num_ranks > 1:
+        ends = (dist.isend, values, (rank + 1) % num_ranks), (dist.irecv, received, (rank - 1) % num_ranks)
+        for work in dist.batch_isend_irecv([dist.P2POp(how, tensor, peer, group) for how, tensor, peer in ends]):
+            work.wait()
+    seconds = _now(device) - started_s
+    most[0] = max(0, before - free_bytes())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return COMMUNICATOR, scope, num_ranks, int(most), seconds, 0
 
 
 def _time(group: LinkGroup, members: dist.ProcessGroup, num_bytes: int, device: torch.device) -> float:
@@ -166,6 +192,10 @@ def main() -> int:
             bar.update()
 
         frame = _measure(groups, sizes, request["repeats"], device, progress)
+    if device.type == "cuda" and dist.get_world_size() > 1:
+        scope = "inter" if dist.get_world_size() > per_node else "intra"
+        row = communicator_row(scope, device, lambda: torch.cuda.mem_get_info(device)[0])
+        frame = pl.concat([frame, pl.DataFrame([row], schema=LINKS_SCHEMA, orient="row")])
     if is_main:
         with written_whole(Path(request["out"])) as path:
             frame.write_parquet(path)

@@ -19,7 +19,7 @@ _COLUMNS = (
     ("module", "tp", "part", "parameter_bytes", "targets_at_once"),
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
-        *("is_frozen", "overhead_bytes", "allocator_share", "seconds", "config_digest"),
+        *("is_frozen", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds", "config_digest"),
     ),
 )
 

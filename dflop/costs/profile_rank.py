@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from dflop.base import UserError, progress_bar
+from dflop.base.devices import COMMUNICATOR_BYTES, find_device
 from dflop.base.local_device import device_name, local_device
 from dflop.config import Config, load_config
 from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
@@ -141,10 +142,20 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "threads": torch.get_num_threads(),
         "is_frozen": request["is_frozen"],
         "overhead_bytes": overhead_bytes,
+        "communicator_bytes": _communicator_bytes(config),
         "allocator_share": allocator_share,
         "seconds": seconds,
         "config_digest": request["config_digest"],
     }
+
+
+def _communicator_bytes(config: Config) -> int:
+    """What is assumed of a GPU's communicators; `fit-costs` takes what `profile-links` measured, if it did."""
+    if config.cluster.device != "cuda":
+        return 0
+    models_file = config.cluster.device_models
+    known = find_device(config.cluster.device_model, Path(models_file) if models_file else None)
+    return int(known.communicator_bytes if known else COMMUNICATOR_BYTES)
 
 
 def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:

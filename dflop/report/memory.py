@@ -11,7 +11,7 @@ from dflop.step import workers_of
 __all__ = ["DeviceBar", "MemorySection", "memory_section"]
 
 _GIB = 2**30
-_PROCESS, _ALLOCATOR = "process", "allocator"
+_PROCESS, _ALLOCATOR, _COMMUNICATORS = "process", "allocator", "communicators"
 # Devices that carry the same stages are one kind, drawn once. If there are more kinds, the fullest are drawn.
 _MOST_KINDS = 24
 
@@ -60,6 +60,8 @@ def memory_section(
         _PROCESS: np.full_like(tensors, pricer.costs.overhead_bytes),
         _ALLOCATOR: tensors * pricer.costs.allocator_share,
     }
+    if pricer.memory.communicator_bytes:
+        held[_COMMUNICATORS] = np.full_like(tensors, pricer.memory.communicator_bytes)
     totals = sum(held.values())
     kinds: dict[str, list[int]] = {}
     workers = workers_of(pricer.plan)
@@ -103,4 +105,5 @@ _IN_WORDS = {
     "optimizer": "the optimiser's state",
     _PROCESS: "what every process holds beside its tensors",
     _ALLOCATOR: "what the allocator holds unused",
+    _COMMUNICATORS: "NCCL's communicators",
 }

@@ -1,4 +1,5 @@
-"""Bytes of one token (`edge_tokens`) at each stage of a plan: those sent to the next stage, and those held."""
+"""Bytes of one token (`edge_tokens`) at each stage of a plan: those sent to the next stage, those held with a
+microbatch, and those of the slots that a GPU receives into."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -6,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.models import ModelSpec
-from dflop.plan import Plan
+from dflop.plan import PLACEMENTS, Plan
+from dflop.step import SlotCounts, stages_of
 
-__all__ = ["EdgeBytes", "edge_bytes_of"]
+__all__ = ["EdgeBytes", "edge_bytes_of", "slot_bytes_of"]
 
 
 class EdgeBytes(NamedTuple):
@@ -22,19 +24,22 @@ class EdgeBytes(NamedTuple):
     held: Mapping[str, np.ndarray]
 
 
-def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int) -> EdgeBytes:
+def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int, *, has_slots: bool = False) -> EdgeBytes:
     """The bytes where one value takes `value_bytes`.
 
     A stage of the LLM holds its inputs and outputs. These are hidden states, and with them features of encoders that
     later layers take (`ModelSpec.hidden_size_before`). The input of the first stage is features, counted as if every
     token were one. Where a later stage recomputes its first layer, the hidden states that came in are left out here:
     that layer keeps them as its input, and they count as the layer's. An encoder, and an LLM of one stage, hold
-    features and their gradients.
+    features and their gradients. With `has_slots`, the gradients that come to an encoder of one stage wait in slots
+    (`slot_bytes_of`).
     """
     onward, held = {}, {}
     for grid in plan.grids:
         features = np.full(plan.num_stages(grid.module), float(spec.feature_size * value_bytes))
         onward[grid.module], held[grid.module] = features, 2.0 * features
+        if has_slots and _waits_in_slots(plan, grid.module):
+            held[grid.module] = features
     if plan.num_stages("llm") > 1:
         llm = spec.module("llm")
         first_layers = [layers.start for layers in plan.layers_of("llm", llm.num_layers)]
@@ -44,3 +49,34 @@ def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int) -> EdgeBytes:
         comes_in[1:] -= np.where(is_kept, np.minimum(llm.hidden_size * value_bytes, comes_in[1:]), 0.0)
         onward["llm"], held["llm"] = sizes[1:], comes_in + sizes[1:]
     return EdgeBytes(onward, held)
+
+
+def slot_bytes_of(plan: Plan, counts: SlotCounts, edge_bytes: EdgeBytes) -> np.ndarray:
+    """Bytes of the slots that a GPU receives into, for each token of the module's largest microbatch, [num_stages].
+
+    Slots of several chunks of the LLM on one rank are the same, and count for the first chunk. The features that the
+    LLM receives are counted as if every token were one. An encoder copies one gradient out of its slot at a time.
+    """
+    found = []
+    for stage in stages_of(plan):
+        of_stage = slice(stage.group, stage.group + stage.num_groups)
+        states, state_gradients, features, feature_gradients = (int(count[of_stage].max()) for count in counts)
+        pp, onward = plan.grid(stage.module).pp, edge_bytes.onward[stage.module]
+        if stage.pp_stage >= pp:
+            found.append(0.0)
+            continue
+        comes_in, goes_on = onward[stage.pp_stage - 1 :: pp], onward[stage.pp_stage : -1 : pp]
+        if stage.pp_stage == 0:
+            comes_in = onward[pp - 1 : -1 : pp]
+        of_tokens = states * max(comes_in, default=0.0) + state_gradients * max(goes_on, default=0.0)
+        of_feature = edge_bytes.onward[plan.grids[0].module][-1]
+        of_tokens += features * of_feature if stage.module == "llm" else feature_gradients * of_feature
+        if _waits_in_slots(plan, stage.module) and feature_gradients:
+            of_tokens += of_feature
+        found.append(of_tokens)
+    return np.array(found)
+
+
+def _waits_in_slots(plan: Plan, module: str) -> bool:
+    """Whether gradients come to this module, an encoder of one stage, over a bridge."""
+    return module != "llm" and plan.num_stages(module) == 1 and PLACEMENTS[plan.placement].has_bridges

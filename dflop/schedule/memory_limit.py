@@ -14,6 +14,7 @@ import polars as pl
 from dflop.balance import BatchProblem, dealt_at_random, lpt_buckets
 from dflop.base import UserError
 from dflop.schedule.assignment import Assignment, samples_alone
+from dflop.schedule.plan_memory import MicrobatchBytes
 from dflop.schedule.pricer import Pricer
 from dflop.shapes import SampleShapes
 from dflop.step import StageReplicas
@@ -43,7 +44,7 @@ def alone_bytes(pricer: Pricer, shapes: SampleShapes) -> np.ndarray:
     least = np.full(len(shapes), np.inf)
     for replicas in _replicas_that_differ(pricer):
         least = np.minimum(least, _peaks(pricer, of_stages, replicas, len(shapes)))
-    return pricer.costs.held_bytes(least)
+    return pricer.memory.held_bytes(least)
 
 
 def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleShapes, pl.DataFrame]:
@@ -179,8 +180,8 @@ def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
     """An assignment that balances the bytes that samples take in each module's fullest stage."""
     kept = {grid.module: np.zeros(len(shapes)) for grid in pricer.plan.grids}
     of_stages = pricer.memory.of_stages(samples_alone(pricer.plan, shapes))
-    for stage, (own, passing) in zip(pricer.stages, of_stages, strict=True):
-        kept[stage.module] = np.maximum(kept[stage.module], own + passing)
+    for stage, own in zip(pricer.stages, of_stages, strict=True):
+        kept[stage.module] = np.maximum(kept[stage.module], own.kept + own.passing)
     llm = pricer.plan.grid("llm")
     problem = BatchProblem(
         loads_s=np.column_stack([kept[grid.module] * (llm.dp / grid.dp) for grid in pricer.plan.grids]),
@@ -193,27 +194,31 @@ def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
 
 def _peaks(
     pricer: Pricer,
-    of_stages: Sequence[tuple[StageReplicas, tuple[np.ndarray, np.ndarray]]],
+    of_stages: Sequence[tuple[StageReplicas, MicrobatchBytes]],
     replicas: Mapping[str, int],
     num_samples: int,
 ) -> np.ndarray:
     """Bytes of tensors on the fullest rank when these replicas of the modules compute the sample, [num_samples]."""
     held: dict[int, np.ndarray] = {}
+    slots: dict[int, np.ndarray] = {}
     encoders_held: dict[int, np.ndarray] = {}
     fullest = np.zeros(num_samples)
-    for stage, (kept, transient) in of_stages:
+    for (stage, own), size in zip(of_stages, pricer.memory.slot_bytes(pricer.compiled), strict=True):
         for worker in stage.workers(replicas[stage.module]):
-            now = held.get(worker, pricer.memory.resident_bytes[worker]) + kept
-            fullest = np.maximum(fullest, now + transient)
+            slots[worker] = slots.get(worker, 0.0) + size * own.edge_tokens
+    for stage, own in of_stages:
+        for worker in stage.workers(replicas[stage.module]):
+            now = held.get(worker, pricer.memory.resident_bytes[worker] + slots[worker]) + own.kept
+            fullest = np.maximum(fullest, now + own.passing)
             if pricer.stage_costs.has_backward(stage.module):
                 held[worker] = now
         if stage.module != "llm":
             encoders_held = dict(held)
     # The first encoder backward runs while the activations of all encoders are still held.
-    for stage, (_, transient) in of_stages:
+    for stage, own in of_stages:
         if stage.module != "llm" and pricer.stage_costs.has_backward(stage.module):
             for worker in stage.workers(replicas[stage.module]):
-                fullest = np.maximum(fullest, encoders_held[worker] + transient)
+                fullest = np.maximum(fullest, encoders_held[worker] + own.passing)
     return fullest
 
 

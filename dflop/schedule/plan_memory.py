@@ -1,4 +1,5 @@
-"""Memory on a plan's ranks: parameters, gradients and optimiser state, and the microbatches in flight.
+"""Memory on a plan's ranks: parameters, gradients and optimiser state, the microbatches in flight, and on GPUs slots
+for messages and communicators.
 
 A worker is a group of ranks that act together (`step.nodes`); all of its ranks hold equally many bytes.
 `memory_limit` decides which batches fit.
@@ -6,6 +7,7 @@ A worker is a group of ranks that act together (`step.nodes`); all of its ranks 
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,15 +16,24 @@ from dflop.config import ClusterConfig
 from dflop.costs import Loads
 from dflop.plan import PLACEMENTS
 from dflop.schedule.assignment import Cells
-from dflop.schedule.edge_bytes import EdgeBytes
+from dflop.schedule.edge_bytes import EdgeBytes, slot_bytes_of
 from dflop.schedule.stage_costs import StageCosts
-from dflop.step import CompiledPlan, peak_bytes
+from dflop.step import CompiledPlan, num_communicators, peak_bytes
 
-__all__ = ["PlanMemory"]
+__all__ = ["MicrobatchBytes", "PlanMemory"]
 
 # Assumptions about a bucket: the share of its tokens that are targets (a default), and the number of its samples.
 _TARGET_SHARE = 0.25
 _SAMPLES_A_BUCKET = 4
+
+
+class MicrobatchBytes(NamedTuple):
+    """What a microbatch takes on a stage: bytes kept until its backward, bytes that come on top while it is computed,
+    and tokens at the stage's edges (`Cells.edge_tokens`). Arrays have the shape of the cells'."""
+
+    kept: np.ndarray
+    passing: np.ndarray
+    edge_tokens: np.ndarray
 
 
 class PlanMemory:
@@ -42,7 +53,20 @@ class PlanMemory:
     @property
     def tensor_limit_bytes(self) -> float:
         """The most bytes of tensors with which a process holds no more than the limit."""
-        return self._costs.most_tensor_bytes(self.limit_bytes)
+        return self._costs.most_tensor_bytes(self.limit_bytes - self.communicator_bytes)
+
+    def held_bytes(self, tensor_bytes: np.ndarray) -> np.ndarray:
+        """Bytes that processes with these bytes of tensors hold in all."""
+        return self._costs.held_bytes(tensor_bytes) + self.communicator_bytes
+
+    @cached_property
+    def communicator_bytes(self) -> float:
+        """Bytes of a rank's communicators, which GPUs have."""
+        return num_communicators(self._plan) * self._costs.communicator_bytes if self._has_gpus else 0.0
+
+    @property
+    def _has_gpus(self) -> bool:
+        return self._cluster.device == "cuda"
 
     def of_modules(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, float]:
         """Predicted peak bytes of each module's fullest rank in this order of the plan. Where modules share ranks, a
@@ -51,16 +75,17 @@ class PlanMemory:
 
     def along_pipeline(self, cells: Mapping[str, Cells], order: CompiledPlan) -> dict[str, np.ndarray]:
         """By module, the predicted peak bytes of the fullest rank in each place of its pipeline, [pp]."""
-        held = self._costs.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
+        held = self.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
         of_ranks = {grid: held[self._workers(grid.module)].reshape(grid.pp, -1) for grid in self._plan.grids}
         return {grid.module: own.max(axis=1) for grid, own in of_ranks.items()}
 
-    def fullest(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> float:
+    def fullest(self, of_stages: Sequence[MicrobatchBytes], order: CompiledPlan) -> float:
         """Bytes of the fullest device in this order of the plan, given the microbatches' bytes (see `of_stages`)."""
-        return float(self._costs.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
+        return float(self.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
 
     def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
-        """Peak bytes of microbatches alone on each worker's ranks in this order of the plan, [num_workers]."""
+        """Peak bytes of microbatches and of slots for messages on each worker's ranks in this order of the plan,
+        [num_workers]."""
         return self._peak_bytes(self.of_stages(cells), order)
 
     @cached_property
@@ -72,9 +97,8 @@ class PlanMemory:
             resident[workers] += self._stage_costs.resident_bytes(stage)
         return resident
 
-    def of_stages(self, cells: Mapping[str, Cells]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each stage, the bytes that a microbatch keeps until its backward, and those that come on top while it is
-        computed. Arrays have the shape of the cells'.
+    def of_stages(self, cells: Mapping[str, Cells]) -> list[MicrobatchBytes]:
+        """The bytes of microbatches on each stage.
 
         Tensors that a stage receives and sends are kept, too (`EdgeBytes.held`).
         """
@@ -88,7 +112,7 @@ class PlanMemory:
                 if key not in of_kind:
                     at_edges = cells[grid.module].edge_tokens * token_bytes
                     kept = at_edges + (memory.activation_bytes if goes_back else 0.0)
-                    of_kind[key] = kept, memory.transient_bytes
+                    of_kind[key] = MicrobatchBytes(kept, memory.transient_bytes, cells[grid.module].edge_tokens)
                 of_stages.append(of_kind[key])
         return of_stages
 
@@ -147,10 +171,21 @@ class PlanMemory:
             cells[grid.module] = Cells(loads, full if has_bridges else nothing)
         return cells
 
-    def _peak_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]], order: CompiledPlan) -> np.ndarray:
-        """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
-        kept, transient = zip(*of_stages, strict=True)
-        return peak_bytes(order, np.concatenate(kept), np.concatenate(transient))
+    def slot_bytes(self, order: CompiledPlan) -> np.ndarray:
+        """Bytes of a GPU's slots for messages, for each token of the largest microbatch, [num_stages]."""
+        if not self._has_gpus:
+            return np.zeros(len(self._stage_costs.stages))
+        return slot_bytes_of(self._plan, order.slot_counts, self._edge_bytes)
+
+    def _peak_bytes(self, of_stages: Sequence[MicrobatchBytes], order: CompiledPlan) -> np.ndarray:
+        """Peak bytes of microbatches on each worker's ranks, with slots for their messages, [num_workers]."""
+        kept, passing, edge_tokens = zip(*of_stages, strict=True)
+        held = peak_bytes(order, np.concatenate(kept), np.concatenate(passing))
+        for stage, tokens, size in zip(self._stage_costs.stages, edge_tokens, self.slot_bytes(order), strict=True):
+            if size:
+                workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+                held[workers] += np.repeat(tokens.max(axis=1) * size, stage.span)
+        return held
 
     def _workers(self, module: str) -> slice:
         """The workers that carry a module: they have consecutive indices, those of its first stage first."""

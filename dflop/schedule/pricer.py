@@ -21,7 +21,7 @@ from dflop.schedule.assignment import Assignment, Cells, cells_of, deal_media
 from dflop.schedule.batch_problem import least_step_s, pose_problem
 from dflop.schedule.correction import NO_CORRECTIONS, Corrections
 from dflop.schedule.edge_bytes import edge_bytes_of
-from dflop.schedule.plan_memory import PlanMemory
+from dflop.schedule.plan_memory import MicrobatchBytes, PlanMemory
 from dflop.schedule.stage_costs import StageCosts
 from dflop.schedule.transfers import Transfers
 from dflop.shapes import SampleShapes
@@ -75,7 +75,7 @@ class Pricer:
         self.stage_costs = StageCosts(
             self.plan, self.costs, spec, trained, sharing, value_bytes, cluster.hides_transfers
         )
-        self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes)
+        self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes, has_slots=cluster.device == "cuda")
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
         self.stages = self.stage_costs.stages
 
@@ -132,12 +132,12 @@ class Pricer:
                 break
         return best
 
-    def _least_bytes(self, of_stages: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+    def _least_bytes(self, of_stages: Sequence[MicrobatchBytes]) -> float:
         """A lower bound of the fullest device's bytes over all slots."""
         assert self.filler is not None
         alone = [
-            (kept, passing if stage.module == "llm" else np.zeros_like(passing))
-            for stage, (kept, passing) in zip(self.stages, of_stages, strict=True)
+            MicrobatchBytes(own.kept, own.passing if stage.module == "llm" else 0 * own.passing, 0 * own.edge_tokens)
+            for stage, own in zip(self.stages, of_stages, strict=True)
         ]
         return self.memory.fullest(alone, self._least_held)
 

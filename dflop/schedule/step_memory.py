@@ -8,7 +8,7 @@ from dflop.base.kernels import kernel
 from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.schedule.pricer import Pricer
 from dflop.step import peak_bytes_of
-from dflop.step.simulation_kernel import DP, FIRST_NODE
+from dflop.step.simulation_kernel import DP, FIRST_NODE, FIRST_WORKER, SPAN
 
 __all__ = ["StepMemory", "excess_bytes", "step_memory"]
 
@@ -20,6 +20,7 @@ class StepMemory(NamedTuple):
     kept: PackedForms
     passing: PackedTerms  # the largest term of a stage counts
     edge_bytes: np.ndarray  # [num_stages], bytes of a token at an edge (`EdgeBytes.held`)
+    slot_bytes: np.ndarray  # [num_stages], for each token of the largest microbatch (`PlanMemory.slot_bytes`)
     room_bytes: np.ndarray  # [num_workers], what parameters and optimiser state leave
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
@@ -39,6 +40,7 @@ def step_memory(pricer: Pricer) -> StepMemory:
         kept=pack_forms(kept),
         passing=pack_terms(passing),
         edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
+        slot_bytes=pricer.memory.slot_bytes(compiled),
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
         kept_bytes=np.zeros(cells),
         passing_bytes=np.zeros(cells),
@@ -49,10 +51,11 @@ def step_memory(pricer: Pricer) -> StepMemory:
 def excess_bytes(memory, forms, state):
     """The bytes by which the fullest worker exceeds its room (negative where it does not), and its index."""
     stages, num_encoders = forms.stages, len(forms.first_replica) - 1
+    in_slots = np.zeros(len(memory.room_bytes))
     for stage in range(len(stages)):
         module = forms.module[stage]
         for replica in range(stages[stage, DP]):
-            node = stages[stage, FIRST_NODE] + replica
+            node, most_tokens = stages[stage, FIRST_NODE] + replica, 0.0
             for microbatch in range(state.count.shape[1]):
                 if module == num_encoders:
                     loads, tokens = state.text[replica, microbatch], 0.0
@@ -65,10 +68,13 @@ def excess_bytes(memory, forms, state):
                     loads, tokens = state.media[own, microbatch], 0.0
                     if forms.has_bridges:
                         tokens = state.features[microbatch, own].sum()
+                most_tokens = max(most_tokens, tokens)
                 at_edges = memory.edge_bytes[stage] * tokens
                 memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges
                 memory.passing_bytes[node, microbatch] = largest_at(memory.passing, stage, loads)
+            first = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN]
+            in_slots[first : first + stages[stage, SPAN]] += memory.slot_bytes[stage] * most_tokens
     held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
-    held -= memory.room_bytes
+    held += in_slots - memory.room_bytes
     fullest = held.argmax()
     return held[fullest], fullest

@@ -5,6 +5,7 @@
 
 from dflop.step.check import check_program, most_in_flight
 from dflop.step.columns import columns_of
+from dflop.step.communicators import num_communicators
 from dflop.step.compiled import CompiledPlan, compile_plan
 from dflop.step.dependencies import Computation, computations_of
 from dflop.step.filling import BubbleFiller
@@ -12,6 +13,7 @@ from dflop.step.instructions import Instruction, Op, Program, Span, StepInstruct
 from dflop.step.nodes import Node, StageReplicas, Worker, nodes_of, stages_of, workers_of
 from dflop.step.routes import Edge
 from dflop.step.simulate import Bridges, StageTimes, Timeline, peak_bytes, peak_bytes_of, simulate, simulate_step_s
+from dflop.step.slot_counts import SlotCounts
 
 __all__ = [
     "Bridges",
@@ -23,6 +25,7 @@ __all__ = [
     "Node",
     "Op",
     "Program",
+    "SlotCounts",
     "Span",
     "StageReplicas",
     "StageTimes",
@@ -36,6 +39,7 @@ __all__ = [
     "make_program",
     "most_in_flight",
     "nodes_of",
+    "num_communicators",
     "peak_bytes",
     "peak_bytes_of",
     "simulate",

@@ -37,6 +37,7 @@ from dflop.step.simulation_kernel import (
     STAGE_BEHIND,
     walk_items,
 )
+from dflop.step.slot_counts import SlotCounts, slot_counts
 
 __all__ = ["AHEAD", "CompiledPlan", "compile_plan", "unmerged"]
 
@@ -49,7 +50,8 @@ AHEAD = 4
 class CompiledPlan:
     """`order` is [num_computations, 4]: pass, stage, microbatch, and the part of the stage's replicas that computes.
 
-    `stages` is [num_stages, NUM_COLUMNS], with the columns of `walk`; `ranks_of_worker` is [num_workers].
+    `stages` is [num_stages, NUM_COLUMNS], with the columns of `walk`; `groups` [num_stages, 2] are the first list of
+    computations that has a stage, and how many have it (`StageReplicas.group`); `ranks_of_worker` is [num_workers].
     """
 
     num_nodes: int
@@ -58,6 +60,7 @@ class CompiledPlan:
     num_encoders: int
     order: np.ndarray
     stages: np.ndarray
+    groups: np.ndarray
     ranks_of_worker: np.ndarray
 
     @cached_property
@@ -65,6 +68,11 @@ class CompiledPlan:
         """The order as `walk` takes it, made on demand: for half of the plans that a search compiles, only the memory
         is needed."""
         return walk_items(self.order, self.stages, self.num_microbatches)
+
+    @cached_property
+    def slot_counts(self) -> SlotCounts:
+        """How many slots ranks receive into on GPUs."""
+        return slot_counts(self.order, self.stages, self.groups, self.num_microbatches, AHEAD)
 
     @cached_property
     def first_forwards(self) -> np.ndarray:
@@ -126,6 +134,7 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
         num_encoders=len(encoders),
         order=merged,
         stages=stages,
+        groups=groups,
         ranks_of_worker=ranks_of_worker,
     )
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CudaStreams", "FreshTensors", "Receiver", "Slots", "receiver_on"]
+__all__ = ["CudaStreams", "FreshTensors", "NoStreams", "Receiver", "Slots", "receiver_on"]
 
 
 class Receiver(Protocol):
@@ -54,8 +54,18 @@ class _Slot:
     """Memory for the messages of one operation, free from an event of the compute stream on."""
 
     memory: torch.Tensor
-    free_from: torch.cuda.Event
+    free_from: torch.cuda.Event | None
     num_left: int = 0  # messages that were not copied out yet
+
+
+class Streams(Protocol):
+    """Where receives wait."""
+
+    def computed(self) -> torch.cuda.Event | None:
+        """The end of what the compute stream was given so far."""
+
+    def behind(self, event: torch.cuda.Event | None, channel: int) -> AbstractContextManager[None]:
+        """A context in which the channel's operations wait for this event, and for earlier ones of the channel."""
 
 
 class CudaStreams:
@@ -66,12 +76,10 @@ class CudaStreams:
         self._of_channel: dict[int, torch.cuda.Stream] = {}
 
     def computed(self) -> torch.cuda.Event:
-        """The end of what the compute stream was given so far."""
         return torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def behind(self, event: torch.cuda.Event, channel: int) -> Iterator[None]:
-        """A context in which the channel's operations wait for this event, and for earlier ones of the channel."""
         if channel not in self._of_channel:
             self._of_channel[channel] = torch.cuda.Stream(self._device)
         self._of_channel[channel].wait_event(event)
@@ -79,10 +87,20 @@ class CudaStreams:
             yield
 
 
+class NoStreams:
+    """Streams of a device without any, to see which memory slots take."""
+
+    def computed(self) -> None:
+        return None
+
+    def behind(self, event: None, channel: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Slots:
     """Buffers that are used again, on a GPU. They are kept from step to step."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, streams: CudaStreams | None = None) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, streams: Streams | None = None) -> None:
         self._how, self._streams = {"device": device, "dtype": dtype}, streams or CudaStreams(device)
         self._free: dict[int, deque[_Slot]] = defaultdict(deque)
         self._num_slots: Counter[int] = Counter()

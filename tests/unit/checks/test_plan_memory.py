@@ -100,6 +100,41 @@ def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
     assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(
+            placement="disjoint",
+            grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, pp=2, rank_offset=2)),
+            num_microbatches=8,
+        ),
+        Plan(
+            placement="colocated",
+            grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, pp=2)),
+            num_microbatches=8,
+        ),
+        Plan(
+            placement="bubble_filled",
+            grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, pp=2)),
+            num_microbatches=8,
+            schedule="interleaved_1f1b",
+            num_chunks=2,
+        ),
+    ],
+    ids=lambda plan: plan.placement,
+)
+def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file):
+    config, costs = load_config(CONFIG), CostModel.load(costs_file)
+    gpus = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device="cuda", memory_gib=72.0))
+    load = MadeUpLoad(num_pictures=12, picture_side=168, text_tokens=200)
+    for rank in range(0, plan.world_size, 2):
+        on_cpus, on_gpus = (check_rank(own, plan, costs, load, rank) for own in (config, gpus))
+        assert on_gpus.tracked["activations"] > on_cpus.tracked["activations"]
+        for checked in (on_cpus, on_gpus):
+            ratio = checked.predicted["activations"] / checked.tracked["activations"]
+            assert ratio == pytest.approx(1.0, abs=0.05), rank
+
+
 @pytest.mark.parametrize("name", ["pipelined", "tensor parallelism, recomputing"])
 def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path):
     config = load_config(CONFIG | {"model": {"freeze": ["llm"]}})

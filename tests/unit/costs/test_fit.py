@@ -21,6 +21,7 @@ from dflop.costs.measured import read_measured
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.loads import FEATURES, Coefficients, Hinge
 from dflop.plan.layout_key import LayoutKey
+from dflop.store import LINKS_SCHEMA
 
 LOADS = {
     "vision": Loads(*(np.array(load, dtype=float) for load in ([1, 7, 30], [0] * 3, [0] * 3, [0] * 3))),
@@ -210,6 +211,7 @@ def write_measured(folder, frames, name, **device) -> Path:
     path, module = folder / f"{name}.parquet", name.split("-")[0]
     about = {"module": module, "tp": 1, "model": "m", "device": "a card", "device_model": "card", "source": "measured"}
     about |= {"precision": "fp32", "torch": "2", "num_ranks": 1, "threads": 1, "is_frozen": False, "overhead_bytes": 0}
+    about |= {"communicator_bytes": 7}
     about |= {"allocator_share": 0.0, "seconds": 1.0, "config_digest": ""} | device
     frames.measurements.filter(pl.col("module") == module).write_parquet(path)
     frames.parameters.filter(pl.col("module") == module).write_parquet(path.with_suffix(".parameters.parquet"))
@@ -273,3 +275,18 @@ def test_costs_of_another_model_precision_or_device_are_refused(costs):
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             made.require_made_for(spec, load_config(right | wrong))
+
+
+def test_a_communicator_has_the_measured_bytes_where_some_were_measured_else_the_assumed_ones(
+    costs, measure_as, tmp_path
+):
+    frames, out = measure_as(costs), tmp_path / "costs.duckdb"
+    measured = [str(write_measured(tmp_path, frames, module)) for module in ("vision", "llm")]
+    links = tmp_path / "links.parquet"
+    rows = [("p2p", "intra", 2, size, size * 1e-9, 0) for size in (1024, 4096, 16384)]
+    row = ("communicator", "intra", 2, 3 * 2**26, 0.2, 0)
+    pl.DataFrame([*rows, row], schema=LINKS_SCHEMA, orient="row").write_parquet(links)
+    for more, num_bytes in (([], 7), (["--links", str(links)], 3 * 2**26)):
+        done = CliRunner().invoke(cli, ["fit-costs", *measured, *more, "--out", str(out)], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert CostModel.load(out).communicator_bytes == num_bytes

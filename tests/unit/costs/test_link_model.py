@@ -5,12 +5,14 @@ import os
 import numpy as np
 import polars as pl
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.costs import CostModel, Link, LinkModel, fit_costs, fit_links, read_links
-from dflop.costs.links import groups_to_measure, sizes_up_to
+from dflop.costs import CostModel, Link, LinkModel, fit_costs, fit_links, measured_communicator_bytes, read_links
+from dflop.costs.links import communicator_row, groups_to_measure, sizes_up_to
 from dflop.store import LINKS_SCHEMA, read_table
 
 SIZES = sizes_up_to(64 * 2**20)
@@ -50,6 +52,26 @@ def test_short_transfers_weigh_as_much_as_long_ones():
     for size in SIZES:
         assert fit(noisy).find("p2p", "intra", 2).seconds(size) == pytest.approx(link.seconds(size), rel=0.2)
     assert 0.01 < fit_links(noisy)["median_error"].item() < 0.3
+
+
+def test_a_communicator_is_no_link_and_its_most_bytes_count():
+    links = measure("p2p", "intra", 2, Link(1e-4, 1e9))
+    rows = [("communicator", scope, 16, num_bytes, 0.5, 0) for scope, num_bytes in (("intra", 10**8), ("inter", 2**28))]
+    with_memory = pl.concat([links, pl.DataFrame(rows, schema=LINKS_SCHEMA, orient="row")])
+    assert fit_links(with_memory).equals(fit_links(links))
+    assert measured_communicator_bytes(with_memory) == 2**28
+    assert measured_communicator_bytes(links) is None
+
+
+def test_a_communicator_takes_what_the_device_has_less_when_it_was_used():
+    free = iter([70 * 2**30, 69 * 2**30])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        # A rank alone has no next one, so the messages are left out.
+        row = communicator_row("intra", torch.device("cpu"), lambda: next(free))
+    finally:
+        dist.destroy_process_group()
+    assert row[:4] == ("communicator", "intra", 1, 2**30)
 
 
 def test_a_single_slow_repeat_changes_nothing():

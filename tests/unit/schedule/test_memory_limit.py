@@ -24,25 +24,26 @@ any_plans = st.builds(
     st.sampled_from([1, 2]),
     st.integers(1, 3),
 )
+devices = st.sampled_from(["cpu", "cuda"])
 
 
 @pytest.fixture(scope="module")
 def make_pricer(costs, tiny_spec):
-    def make(plan: Plan, memory_gib: float = 64.0, frozen: tuple[str, ...] = (), **more) -> Pricer:
-        model = dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.1)
-        cluster = dataclasses.replace(ROOMY, memory_gib=memory_gib)
+    def make(plan: Plan, memory_gib: float = 64.0, frozen: tuple[str, ...] = (), device: str = "cpu", **more) -> Pricer:
+        model = dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.1, communicator_bytes=1e7)
+        cluster = dataclasses.replace(ROOMY, memory_gib=memory_gib, device=device)
         return Pricer(plan, model, tiny_spec, cluster, trained=TrainedSet(frozen), **more)
 
     return make
 
 
 @properties
-@given(plan=any_plans, frozen=st.sampled_from([(), ("vision",), ("llm",)]), seed=st.integers(0, 1000))
+@given(plan=any_plans, frozen=st.sampled_from([(), ("vision",), ("llm",)]), device=devices, seed=st.integers(0, 1000))
 def test_a_sample_alone_takes_what_a_batch_of_it_alone_does_wherever_that_takes_least(
-    make_pricer, draw_samples, plan, frozen, seed
+    make_pricer, draw_samples, plan, frozen, device, seed
 ):
     """The oracle prices a batch of one sample for every replica that may compute it."""
-    pricer, shapes = make_pricer(plan, frozen=frozen), draw_samples(6, seed)
+    pricer, shapes = make_pricer(plan, frozen=frozen, device=device), draw_samples(6, seed)
     for index, own_bytes in enumerate(alone_bytes(pricer, shapes)):
         one = shapes.take(np.array([index]))
         encoders = [0] if plan.placement == "monolithic" else range(plan.grids[0].dp)

@@ -161,13 +161,15 @@ def with_memory(pricer, num_bytes: float) -> Pricer:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("frozen", [(), ("vision",)])
-def test_memory_is_the_pricers_to_the_byte(start, name, frozen):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_the_pricers_to_the_byte(start, costs, name, frozen, device):
     """At exactly as many bytes as an assignment takes, the search finds that it fits, and with 0.1 % fewer it does
-    not."""
-    _, pricer, shapes, first = start(PLANS[name], frozen=frozen, num_samples=40)
+    not. GPUs have communicators, and slots for messages."""
+    here, model = dataclasses.replace(CLUSTER, device=device), dataclasses.replace(costs, communicator_bytes=1e5)
+    _, pricer, shapes, first = start(PLANS[name], frozen=frozen, num_samples=40, cluster=here, model=model)
     needed = fullest_bytes(pricer, shapes, first)
     for share, fits in ((1 + 1e-6, True), (0.999, False)):
-        cluster = dataclasses.replace(CLUSTER, memory_gib=needed * share / 2**30)
+        cluster = dataclasses.replace(here, memory_gib=needed * share / 2**30)
         limited = Pricer(
             pricer.plan, pricer.costs, load_model_spec(ModelConfig(preset="tiny")), cluster, trained=TrainedSet(frozen)
         )

@@ -1,0 +1,63 @@
+"""How many communicators a rank of a plan is in, without a look at each of its ranks: searches ask for every plan.
+
+`routes` and `train.groups` decide which there are; tests hold this count against them.
+"""
+
+from collections.abc import Iterator
+
+from dflop.plan.grid import Grid
+from dflop.plan.placements import PLACEMENTS
+from dflop.plan.plan import Plan
+from dflop.step.nodes import StageReplicas, stages_of
+
+__all__ = ["num_communicators"]
+
+
+def num_communicators(plan: Plan) -> int:
+    """Communicators of a rank at most: the world's, those of channels, and those of its modules' groups. A group of one
+    rank has none."""
+    groups = {key for grid in plan.grids for key in _groups_of(grid)}
+    return 1 + _num_channels(plan) + len(groups)
+
+
+def _num_channels(plan: Plan) -> int:
+    """Channels over which there are messages (`routes.channels_of`)."""
+    tracks: set[int] = set()
+    for grid in plan.grids:
+        if grid.pp > 1:
+            places = range(min(grid.pp, plan.num_stages(grid.module) - 1))
+            tracks |= {3 if place == grid.pp - 1 and grid.pp % 2 else 1 + place % 2 for place in places}
+    return 2 * len(tracks) + _num_bridge_channels(plan)
+
+
+def _num_bridge_channels(plan: Plan) -> int:
+    """Directions in which features or their gradients go to a rank that does not make them itself."""
+    stages = stages_of(plan)
+    llm = next(stage for stage in stages if stage.module == "llm")
+    if not PLACEMENTS[plan.placement].has_bridges:
+        return 0
+    directions = set()
+    for grid in plan.grids[:-1]:
+        encoder = [stage for stage in stages if stage.module == grid.module][-1]
+        # No rank is in several replicas. So nothing is sent only if one replica makes all, on all ranks that take it.
+        directions |= {True} if encoder.dp > 1 or not _workers(llm) <= _workers(encoder) else set()
+        directions |= {False} if llm.dp > 1 or not _workers(encoder) <= _workers(llm) else set()
+    return len(directions)
+
+
+def _workers(stage: StageReplicas) -> set[int]:
+    return set(range(stage.first_worker, stage.first_worker + stage.dp * stage.span))
+
+
+def _groups_of(grid: Grid) -> Iterator[tuple[int, ...]]:
+    """A module's groups, by what two modules with the same groups have in common: their ranks, and how blocks of
+    consecutive ranks are divided among them, as (size of a block, distance between ranks of a group)."""
+    replicas, shards = grid.dp * grid.tp, grid.num_shards * grid.tp
+    divided = {(grid.tp, 1), (replicas, grid.tp)}
+    if grid.num_shards > 1:
+        divided |= {(shards, grid.tp), (replicas, shards)}
+    if grid.module == "llm" and grid.pp > 1:  # the ends of its pipeline
+        divided.add((grid.num_ranks, grid.num_ranks - replicas))
+    for block, distance in divided:
+        if block > distance:
+            yield grid.rank_offset, grid.num_ranks, block, distance

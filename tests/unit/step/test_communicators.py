@@ -1,0 +1,44 @@
+"""The communicators of a rank are counted from the plan alone as they are made."""
+
+import pytest
+from drawn_plans import plans
+from hypothesis import given, settings
+
+from dflop.plan import Grid, Plan
+from dflop.step import make_program, num_communicators
+from dflop.step.routes import channels_of, make_routes
+from dflop.train.groups import rank_groups
+
+
+def made(plan: Plan) -> int:
+    """The world's communicator, those of channels, and those of groups of several ranks."""
+    program = make_program(plan, rank=0)
+    channels = channels_of(program.edges, make_routes(program.workers, program.edges))
+    groups = {frozenset(groups) for groups in rank_groups(program).values() if len(groups[0]) > 1}
+    return 1 + len(channels) + len(groups)
+
+
+@settings(max_examples=300)
+@given(plan=plans())
+def test_as_many_are_counted_as_are_made(plan):
+    assert num_communicators(plan) == made(plan)
+
+
+@pytest.mark.parametrize("placement", ["disjoint", "colocated"])
+def test_their_number_does_not_grow_with_the_world(placement):
+    counts = set()
+    for world_size in (16, 64, 256, 1024):
+        first = world_size // 4 if placement == "disjoint" else 0
+        plan = Plan(
+            placement=placement,
+            grids=(
+                Grid(module="vision", num_ranks=first or world_size, tp=2),
+                Grid(module="llm", num_ranks=world_size - first, tp=1, pp=3 if first else 2, rank_offset=first),
+            ),
+            num_microbatches=4,
+            schedule="1f1b" if first else "interleaved_1f1b",
+            num_chunks=1 if first else 2,
+        )
+        counts.add(num_communicators(plan))
+    assert len(counts) == 1
+    assert counts.pop() <= 12
