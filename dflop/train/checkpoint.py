@@ -69,13 +69,14 @@ def do_together(
     return next((trouble for trouble in troubles if trouble), None)
 
 
-def load_checkpoint(folder: Path, parts: Sequence[Part]) -> None:
-    """Read a checkpoint into the parameters and the optimisers, in place; every rank must call this.
+def load_checkpoint(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None = None) -> None:
+    """Read a checkpoint into the parameters and the optimisers, in place; every rank must call this. Ranks communicate
+    over `group`.
 
     Raises:
         UserError: when the checkpoint lacks values that this rank needs.
     """
-    load_tensors(folder, parts)
+    load_tensors(folder, parts, group)
     num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
     for own in parts:
         own.optimizer.go_on_from(num_steps)

@@ -76,14 +76,15 @@ def save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup |
     dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks), process_group=group)
 
 
-def load_tensors(folder: Path, parts: Sequence[Part]) -> None:
-    """Read what the parts hold, in place; every rank must call this.
+def load_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None = None) -> None:
+    """Read what the parts hold, in place; every rank must call this. Ranks communicate over `group`.
 
     Raises:
         UserError: when the checkpoint lacks values that this rank needs.
     """
     blocks = [block for own in parts for block in _blocks(own, own.parameters)]
-    dcp.load({}, checkpoint_id=folder, planner=_LoadPlanner(blocks, _reads(folder, blocks)))
+    planner = _LoadPlanner(blocks, _reads(folder, blocks))
+    dcp.load({}, checkpoint_id=folder, planner=planner, process_group=group)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

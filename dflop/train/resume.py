@@ -17,9 +17,15 @@ from dflop.train.run_folder import OBSERVED, RunFiles, clear_start, set_aside
 __all__ = ["take_up"]
 
 
-def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations: Observations) -> tuple[int, int]:
+def take_up(
+    config: TrainConfig,
+    files: RunFiles,
+    model: RankModel,
+    observations: Observations,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[int, int]:
     """Resume a run, or begin a new one. Returns the step to go on with, and how often the run has been resumed; every
-    rank must call this.
+    rank must call this. Ranks wait for each other's files over `group`, whose time limit must fit a slow file system.
 
     Afterwards the model is that of the last whole checkpoint, and the outputs of later steps are removed.
 
@@ -27,17 +33,17 @@ def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations
         UserError: when the checkpoint lacks values that a rank needs.
     """
     is_main = dist.get_rank() == 0
-    found, why_anew = _find_whole(config, files)
+    found, why_anew = _find_whole(config, files, group)
     if found is None:
         if is_main and why_anew:
             aside = set_aside(files.out)
             print(f"dflop: a new run begins: {why_anew}; what the earlier one left was {aside}", flush=True)
         elif is_main:
             clear_start(files.out)
-        dist.barrier()
+        dist.barrier(group)
         return 0, 0
     path, run = found
-    load_checkpoint(path, model.nodes)
+    load_checkpoint(path, model.nodes, group)
     if is_main:
         mend_metrics(files.metrics, before_step=run["step"])
         observations.forget_from(run["step"])
@@ -47,11 +53,13 @@ def take_up(config: TrainConfig, files: RunFiles, model: RankModel, observations
                 f"dflop: costs or plan changed at step {run['step']}: what was observed before was {aside}", flush=True
             )
         print(f"dflop: going on from {path}", flush=True)
-    dist.barrier()
+    dist.barrier(group)
     return run["step"], run["restarts"] + 1
 
 
-def _find_whole(config: TrainConfig, files: RunFiles) -> tuple[tuple[Path, dict] | None, str | None]:
+def _find_whole(
+    config: TrainConfig, files: RunFiles, group: dist.ProcessGroup | None
+) -> tuple[tuple[Path, dict] | None, str | None]:
     """The latest whole checkpoint, with the content of its `run.json`. For a new run None, and the reason if there are
     checkpoints.
 
@@ -60,14 +68,14 @@ def _find_whole(config: TrainConfig, files: RunFiles) -> tuple[tuple[Path, dict]
     num_damaged = 0
     while True:
         looked = [_look(files.checkpoints)] if dist.get_rank() == 0 else [None]
-        dist.broadcast_object_list(looked)
+        dist.broadcast_object_list(looked, group=group)
         if (latest := looked[0]) is None:
             return None, "none of its checkpoints is whole" if num_damaged else None
         path, run, damage = latest
         if damage is None:
             if why_anew := _why_anew(config, files.generation, run):
                 return None, why_anew
-            damage = _damage_that_any_finds(path)
+            damage = _damage_that_any_finds(path, group)
         if damage is None:
             return (path, run), None
         num_damaged += 1
@@ -91,10 +99,10 @@ def _look(folder: Path) -> tuple[Path, dict, str | None] | None:
         return found[-1], {}, str(damage)
 
 
-def _damage_that_any_finds(checkpoint: Path) -> str | None:
+def _damage_that_any_finds(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
     num_ranks = dist.get_world_size()
     damages: list[str | None] = [None] * num_ranks
-    dist.all_gather_object(damages, damage_in(checkpoint, dist.get_rank(), num_ranks))
+    dist.all_gather_object(damages, damage_in(checkpoint, dist.get_rank(), num_ranks), group)
     return next((damage for damage in damages if damage), None)
 
 

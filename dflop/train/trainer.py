@@ -24,12 +24,13 @@ from dflop.models.compile_log import compiled_so_far
 from dflop.models.precision import COMPUTES_IN
 from dflop.plan import load_plan
 from dflop.schedule import StepSchedule
-from dflop.step import Op, Span, StepInstructions, make_program
+from dflop.step import Op, Program, Span, StepInstructions, make_program
 from dflop.step.run import Waits, run_instructions
 from dflop.train.data_loader import start_loading
 from dflop.train.evaluation import Evaluation
 from dflop.train.export import export_model
 from dflop.train.feed import JobStream, ScheduleFeed, SchedulePublisher
+from dflop.train.first_messages import meet_peers
 from dflop.train.learning_rate import lr_factor
 from dflop.train.node_work import make_works
 from dflop.train.observations import NUM_WARMUP_STEPS, Observations
@@ -52,6 +53,8 @@ __all__ = ["Trainer"]
 
 # Steps between two runs of the garbage collector.
 _COLLECT_EVERY = 20
+# How long a rank may be silent at the start: it may hold the interpreter while it reads a tensor from a slow disk.
+_STARTING_S = 600.0
 
 
 class Trainer:
@@ -77,6 +80,18 @@ class Trainer:
             config.train.peer_timeout_s,
             lambda: (compiled.num_begun, compiled.num_ended),
         )
+        # Every rank has made its groups, and so its watch soon.
+        self.watch.begin("starting", max(_STARTING_S, config.train.peer_timeout_s), needs_silence=True)
+        self.watch.start()
+        try:
+            self._build(program, dtype)
+        except BaseException:
+            self.watch.close()
+            raise
+
+    def _build(self, program: Program, dtype: torch.dtype) -> None:
+        """Build the model, take up a run, and start all that feeds the steps."""
+        config, files = self.config, self.files
         self._say(f"{self.topology.world_size} ranks have met; they build the model")
         why_eager = compiles_layers(config.train.compile, self.topology.device)[1]
         if why_eager and os.environ.get("LOCAL_RANK", "0") == "0":  # a node says it once; others may compile
@@ -85,8 +100,9 @@ class Trainer:
         if self.topology.is_main:
             say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
         self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
-        self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations)
         self.saver = CheckpointSaver(files.checkpoints, self.observations)
+        group = self.saver.group
+        self.first_step, self.restarts = take_up(config.train, files, self.model, self.observations, group)
         self.longest_step_s = 0.0
         self.clock, self.seconds = RankClock(), StepSeconds(program, self.topology.world_size)
         trackers = Trackers(files.out, self.first_step, config.train.tensorboard) if self.topology.is_main else None
@@ -113,7 +129,8 @@ class Trainer:
         self.evaluation = None
         if config.data.has_evaluation:
             self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
-        dist.barrier()
+        dist.barrier(group)
+        meet_peers(self.topology.links)
         self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")
         # Waits until here were part of starting up, and do not count.
         self.feed.waited_s.clear()
@@ -126,7 +143,6 @@ class Trainer:
                 written.
         """
         config = self.config.train
-        self.watch.start()
         try:
             # The collector would interrupt a rank at any time, while the others wait. It runs between steps instead.
             gc.collect()

@@ -18,6 +18,7 @@ from dflop.plan.trained import TrainedSet
 from dflop.step import Node, Program, check_program, make_program
 from dflop.step.receiving import Receiver, Slots
 from dflop.step.run import run_instructions
+from dflop.train.first_messages import meet_peers
 from dflop.train.topology import place_in_world
 
 pytestmark = pytest.mark.serial
@@ -233,6 +234,7 @@ def _run(plan: Plan, frozen: tuple[str, ...] = (), receiver: Receiver | None = N
     topology = place_in_world(program, torch.device("cpu"), torch.float64, dist.HashStore())
     works = {own: ToyWork(program, own, topology.replicas[own]) for own in topology.nodes}
     links = dataclasses.replace(topology.links, receiver=receiver) if receiver else topology.links
+    meet_peers(links)
     spans = run_instructions(topology.instructions, works, links)
     expected_loss, expected = in_one_go(plan, program)
     # All ranks of a node compute the same, and so their losses are one.

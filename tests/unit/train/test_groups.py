@@ -60,3 +60,18 @@ def test_messages_on_gpus_hold_few_thread_blocks(monkeypatch):
     assert made
     assert {own.config.max_ctas for own in made} == {4}
     assert {own._timeout for own in made} == {timedelta(seconds=9)}
+
+
+@pytest.mark.parametrize("world_size", [16, 1024])
+def test_starting_takes_as_many_calls_on_a_thousand_ranks_as_on_sixteen(world_size, monkeypatch):
+    splits = []
+    monkeypatch.setattr(dist, "split_group", lambda split_ranks, timeout: splits.append(split_ranks) or len(splits))
+    grids = (
+        Grid(module="vision", num_ranks=world_size, tp=2, sharding="hybrid", shards=2),
+        Grid(module="llm", num_ranks=world_size, tp=4, pp=2),
+    )
+    maker = GroupMaker(torch.device("cuda"))
+    program = make_program(Plan(placement="colocated", grids=grids, num_microbatches=2), rank=0)
+    for groups in rank_groups(program).values():
+        maker.own(groups)
+    assert len(splits) == 7
