@@ -7,10 +7,16 @@ one operation, as `batch_isend_irecv` makes them: it begins when all that was co
 the other end of each of its messages has begun, too; nothing is buffered. What a node computes begins when the messages
 that it waits for have ended. It ends when all workers have begun it that take part: those of the node, and those of the
 replicas that share its parameters.
+
+Collectives stand where training on GPUs issues them, each in the stream of its communicator. The step begins with the
+sum over all ranks that ends the one before, and with gathers of updated parameters, for which a node's first forward
+waits. The two ends of the LLM's pipeline exchange a tied embedding behind that, and its gradient in the gradient sync.
+In the middle of a node's last backward, gradients begin to be summed: over the node's replicas or, where these share
+parameters, over the copies. The gradient sync begins the sums that are left, and waits for all of them.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dflop.step.instructions import Instruction, Op, Program, instructions_together
@@ -40,6 +46,25 @@ class _Operation:
         return self.num_open == 0
 
 
+# The stream of the first process group; those of channels come before.
+FIRST_GROUP = 9
+
+
+def _ends_of(program: Program) -> dict[int, int]:
+    """The nodes at the two ends of the LLM's pipeline, where these are on different workers, with their replica."""
+    last = max(node.pp_stage for node in program.nodes if node.module == "llm")
+    ends = {
+        number: node.dp_rank
+        for number, node in enumerate(program.nodes)
+        if node.module == "llm" and node.pp_stage in (0, last)
+    }
+    for worker in program.workers:
+        own = [node for node in worker.nodes if node in ends]
+        if len(own) == 2 or last == 0:
+            return {}
+    return ends
+
+
 def _always(edge: int, microbatch: int) -> bool:
     return True
 
@@ -61,9 +86,12 @@ class _World:
     def __init__(self, program: Program, num_queues: int | None, has_message: Callable[[int, int], bool]) -> None:
         self._program, self._has_message = program, has_message
         self._routes = make_routes(program.workers, program.edges)
+        self._ends = _ends_of(program)
         self._queues: list[dict[int, deque[_Operation]]] = []
         self._num_expected: Counter[Hashable] = Counter()
         self._came: dict[Hashable, list[_Operation]] = defaultdict(list)
+        streams = defaultdict(lambda: FIRST_GROUP + len(streams))
+        self._stream_of = streams
         for worker, instructions in enumerate(program.instructions):
             queues: dict[int, deque[_Operation]] = defaultdict(deque)
             for operation in self._issued(worker, instructions):
@@ -100,12 +128,18 @@ class _World:
             if not operation.has_ended:
                 return
             queue.popleft()
+            if not operation.meetings:
+                yield operation.worker
 
-    def _issued(self, worker: int, instructions: Iterable[Instruction]) -> Iterator[_Operation]:
+    def _issued(self, worker: int, instructions: Sequence[Instruction]) -> Iterator[_Operation]:
         """The operations that a worker issues, in order."""
         computed: list[_Operation] = []  # the last computation
         awaited: list[_Operation] = []
+        under_way: dict[int, list[_Operation]] = defaultdict(list)  # by node: gathers, later sums
         receiving: dict[tuple[bool, int, int], _Operation] = {}
+        for operation in self._before(worker, instructions[:1], under_way):
+            yield operation
+            computed = [operation] if operation.stream == 0 else computed
         for is_message, items in instructions_together(instructions):
             if is_message:
                 by_channel: dict[int, _Operation] = {}
@@ -123,10 +157,75 @@ class _World:
                 if item.op.is_wait:
                     if self._has_message(item.edge, item.microbatch):
                         awaited.append(receiving[item.op.is_forward, item.edge, item.microbatch])
-                else:
-                    computed = [_Operation(item, worker, 0, awaited, [self._computed_together(item)])]
-                    awaited = []
-                    yield computed[0]
+                    continue
+                awaited += under_way.pop(item.node, ()) if item.op is not Op.BACKWARD else ()
+                for operation in self._computed(worker, item, computed, awaited, under_way):
+                    yield operation
+                    computed = [operation] if operation.stream == 0 else computed
+                awaited = []
+
+    def _before(
+        self, worker: int, first: Sequence[Instruction], under_way: dict[int, list[_Operation]]
+    ) -> Iterator[_Operation]:
+        """What stands before a worker's first instruction: the end of the step before, and the update."""
+        for item in first:
+            ended = self._collective(item, worker, "world", [], "ended")
+            yield ended
+            computed = _Operation(item, worker, 0, [ended])
+            yield computed
+            nodes = self._program.workers[worker].nodes
+            for node in nodes:
+                if self._num_shards(node) == 1:
+                    about = self._program.nodes[node]
+                    gather = self._collective(item, worker, about.module, [computed], "gather", about.pp_stage)
+                    under_way[node].append(gather)
+                    yield gather
+                    if node in self._ends:  # the tied embedding is sent on
+                        computed = _Operation(item, worker, 0, [gather])
+                        yield computed
+            for node in self._ends.keys() & set(nodes):
+                values = self._collective(item, worker, "ends", [computed], "values", self._ends[node])
+                computed = _Operation(item, worker, 0, [values])
+                yield from (values, computed)
+
+    def _computed(
+        self,
+        worker: int,
+        item: Instruction,
+        computed: list[_Operation],
+        awaited: list[_Operation],
+        under_way: dict[int, list[_Operation]],
+    ) -> Iterator[_Operation]:
+        """A computation, with the collectives inside it. `computed` is the last one, and `awaited` are receives and
+        collectives that it waits for."""
+        about, num_shards = self._program.nodes[item.node], self._num_shards(item.node)
+        if item.op is Op.SYNC_GRADIENTS and num_shards == 1:
+            if item.node in self._ends:
+                gradient = self._collective(item, worker, "ends", computed, "gradient", self._ends[item.node])
+                computed = [_Operation(item, worker, 0, [gradient])]
+                yield from (gradient, computed[0])
+            left = self._collective(item, worker, about.module, computed, "left", about.pp_stage)
+            yield left
+            yield _Operation(item, worker, 0, [*awaited, left])
+            return
+        together = self._computed_together(item)
+        whole = _Operation(item, worker, 0, awaited, [together])
+        yield whole
+        if item.op is Op.BACKWARD and item.microbatch == self._program.num_microbatches - 1:
+            group = about.module if num_shards == 1 else f"copies of {about.module}"
+            sums = self._collective(item, worker, group, [whole], "sum", about.pp_stage, about.dp_rank % num_shards)
+            under_way[item.node] = [sums]
+            yield sums
+            yield _Operation(item, worker, 0, [], [("second half", together)])
+
+    def _collective(
+        self, item: Instruction, worker: int, group: str, needs: list[_Operation], *what: Hashable
+    ) -> _Operation:
+        """A worker's part of a collective in the stream of a communicator."""
+        return _Operation(item, worker, self._stream_of[group], needs, [(group, *what)])
+
+    def _num_shards(self, node: int) -> int:
+        return self._program.num_shards[self._program.nodes[node].module]
 
     def _messages(self, worker: int, item: Instruction) -> Iterator[Hashable]:
         """The messages of which the worker has an end. Two workers meet for each."""

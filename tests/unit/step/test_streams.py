@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflop.plan import Grid, Plan
 from dflop.plan.trained import TrainedSet
-from dflop.step import make_program
+from dflop.step import Instruction, Op, make_program
 from dflop.step.routes import channels_of, make_routes
 from dflop.step.streams import unfinished
 
@@ -73,6 +73,30 @@ def test_a_plan_of_several_nodes_ends(placement, world_size, schedule):
     program = make_program(large_plan(placement, world_size, 2, *schedule))
     assert unfinished(program, 1) == {}
     assert unfinished(program, 32, drawn_messages(program, 0, 0.3)) == {}
+
+
+def in_orders(*orders: tuple[str, ...]):
+    """A program of two ranks with a replica of each module, which compute the last backwards of modules in these
+    orders."""
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2))
+    program = make_program(Plan(placement="colocated", grids=grids, num_microbatches=1))
+    lists = [
+        tuple(
+            Instruction(Op.BACKWARD, number, 0, place=place)
+            for place, module in enumerate(order)
+            for number in worker.nodes
+            if program.nodes[number].module == module
+        )
+        for worker, order in zip(program.workers, orders, strict=True)
+    ]
+    return dataclasses.replace(program, instructions=tuple(lists))
+
+
+def test_gradients_that_begin_to_be_summed_in_other_orders_wait_in_a_circle():
+    alike = in_orders(("llm", "vision"), ("llm", "vision"))
+    crossed = in_orders(("llm", "vision"), ("vision", "llm"))
+    assert unfinished(alike, 1) == unfinished(crossed, None) == {}
+    assert sorted(unfinished(crossed, 1)) == [0, 1]
 
 
 def received_late(program):
