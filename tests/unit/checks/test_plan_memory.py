@@ -130,6 +130,8 @@ def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file)
     for rank in range(0, plan.world_size, 2):
         on_cpus, on_gpus = (check_rank(own, plan, costs, load, rank) for own in (config, gpus))
         assert on_gpus.tracked["activations"] > on_cpus.tracked["activations"]
+        if rank >= plan.grid("llm").rank_offset:
+            assert on_gpus.predicted["activations"] > on_cpus.predicted["activations"]
         for checked in (on_cpus, on_gpus):
             ratio = checked.predicted["activations"] / checked.tracked["activations"]
             assert ratio == pytest.approx(1.0, abs=0.05), rank
