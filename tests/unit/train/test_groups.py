@@ -56,7 +56,9 @@ def test_messages_on_gpus_hold_few_thread_blocks(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda **how: made.append(how["pg_options"]))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    make_links(make_program(plan_of("disjoint", 8)), 0, torch.device("cuda"), torch.bfloat16, timedelta(seconds=9))
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=6, pp=2, rank_offset=2))
+    program = make_program(Plan(placement="disjoint", grids=grids, num_microbatches=2))
+    make_links(program, 0, torch.device("cuda"), torch.bfloat16, timedelta(seconds=9))
     assert made
     assert {own.config.max_ctas for own in made} == {4}
     assert {own._timeout for own in made} == {timedelta(seconds=9)}
