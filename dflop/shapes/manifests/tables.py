@@ -37,7 +37,7 @@ class ParquetReader:
         self.path = path
         try:
             self._file = ParquetFile(path, memory_map=True)
-        except (ArrowException, OSError, ValueError) as error:
+        except (ArrowException, OSError, ValueError, LookupError) as error:
             raise UnreadableFile(f"the manifest {path} is not a Parquet file that can be read: {error}") from None
         metadata = self._file.metadata
         self.size = metadata.num_rows
@@ -76,7 +76,7 @@ class ParquetReader:
             for batch in self._file.iter_batches(self._batch_rows[group], row_groups=[group], use_threads=False):
                 yield row, batch
                 row += batch.num_rows
-        except (ArrowException, OSError, ValueError) as error:
+        except (ArrowException, OSError, ValueError, LookupError) as error:
             detail = str(error)
         yield row, RecordError("bad_record", f"{self.path.name}, row group {group}: {detail}")
 
