@@ -9,6 +9,7 @@ from dflop.plan.grid import Grid
 from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
 from dflop.step.nodes import StageReplicas, stages_of
+from dflop.step.routes import track_of
 
 __all__ = ["num_communicators"]
 
@@ -26,7 +27,7 @@ def _num_channels(plan: Plan) -> int:
     for grid in plan.grids:
         if grid.pp > 1:
             places = range(min(grid.pp, plan.num_stages(grid.module) - 1))
-            tracks |= {3 if place == grid.pp - 1 and grid.pp % 2 else 1 + place % 2 for place in places}
+            tracks |= {track_of(place, grid.pp) for place in places}
     return 2 * len(tracks) + _num_bridge_channels(plan)
 
 

@@ -19,7 +19,7 @@ from dflop.plan.placements import PLACEMENTS
 from dflop.plan.plan import Plan
 from dflop.step.nodes import Worker, stages_of
 
-__all__ = ["Edge", "Route", "Routes", "channels_of", "edges_of", "lanes_of", "make_routes"]
+__all__ = ["Edge", "Route", "Routes", "channels_of", "edges_of", "lanes_of", "make_routes", "track_of"]
 
 _BRIDGE = 0
 
@@ -77,7 +77,7 @@ def edges_of(plan: Plan) -> tuple[Edge, ...]:
         for target in PLACEMENTS[plan.placement].bridged_replicas(source, first_llm.dp)
     ]
     inside = [
-        Edge(source, source + stage.dp, _track(stage.pp_stage, plan.grid(stage.module).pp))
+        Edge(source, source + stage.dp, track_of(stage.pp_stage, plan.grid(stage.module).pp))
         for stage in stages
         if stage.pp_stage < plan.num_stages(stage.module) - 1
         for source in range(stage.first_node, stage.first_node + stage.dp)
@@ -97,7 +97,7 @@ def make_routes(workers: Sequence[Worker], edges: Sequence[Edge]) -> Routes:
     )
 
 
-def _track(stage: int, pp: int) -> int:
+def track_of(stage: int, pp: int) -> int:
     """The track from this stage to the next; the last rank of an odd number of them leads back to the first."""
     place = stage % pp
     return 3 if place == pp - 1 and pp % 2 else 1 + place % 2

@@ -21,7 +21,7 @@ _STATES, _STATE_GRADIENTS, _FEATURES, _FEATURE_GRADIENTS = range(4)
 class SlotCounts(NamedTuple):
     """Slots of each list of computations (`StageReplicas.group`), by what is received into them; [num_groups] each.
 
-    A slot holds what one operation receives, which is at most what comes for one microbatch.
+    A slot holds the messages of one operation: for example, one microbatch's features from three encoder ranks.
     """
 
     states: np.ndarray

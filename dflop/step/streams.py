@@ -47,7 +47,7 @@ class _Operation:
 
 
 # The stream of the first process group; those of channels come before.
-FIRST_GROUP = 9
+_FIRST_GROUP = 9
 
 
 def _ends_of(program: Program) -> dict[int, int]:
@@ -58,11 +58,8 @@ def _ends_of(program: Program) -> dict[int, int]:
         for number, node in enumerate(program.nodes)
         if node.module == "llm" and node.pp_stage in (0, last)
     }
-    for worker in program.workers:
-        own = [node for node in worker.nodes if node in ends]
-        if len(own) == 2 or last == 0:
-            return {}
-    return ends
+    on_one_worker = last == 0 or any(len(ends.keys() & set(worker.nodes)) > 1 for worker in program.workers)
+    return {} if on_one_worker else ends
 
 
 def _always(edge: int, microbatch: int) -> bool:
@@ -90,8 +87,7 @@ class _World:
         self._queues: list[dict[int, deque[_Operation]]] = []
         self._num_expected: Counter[Hashable] = Counter()
         self._came: dict[Hashable, list[_Operation]] = defaultdict(list)
-        streams = defaultdict(lambda: FIRST_GROUP + len(streams))
-        self._stream_of = streams
+        self._stream_of: dict[str, int] = defaultdict(lambda: _FIRST_GROUP + len(self._stream_of))
         for worker, instructions in enumerate(program.instructions):
             queues: dict[int, deque[_Operation]] = defaultdict(deque)
             for operation in self._issued(worker, instructions):

@@ -122,7 +122,7 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-# Streams that were entered, the last one last. The first is the one that computes.
+# The streams of nested `with torch.cuda.stream(...)`, innermost last. The first is the stream that computes.
 _STREAMS: list[Stream] = []
 
 
@@ -134,13 +134,13 @@ def _on(stream: Stream | None) -> Iterator[None]:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what a rank sends, receives and shares, and refuses what NCCL would: tensors of a CPU, or with gaps.
+    """Notes a rank's messages and collectives. Like NCCL, it refuses tensors on the CPU or not contiguous.
 
     - `sent`, `received`: shape and dtype of each message in order, by channel and the rank at the other end.
     - `shared`: the collectives in order, by the ranks of their group.
 
-    Of fake tensors the host reads ones, and that nothing is true. Enter it inside a `FakeTensorMode`, with the backend
-    `fake`.
+    When the host reads a value of a fake tensor, it gets 1, or False. Enter it inside a `FakeTensorMode`, with the
+    backend `fake`.
     """
 
     def __init__(self) -> None:

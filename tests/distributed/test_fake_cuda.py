@@ -118,7 +118,7 @@ def _split(split_ranks, timeout):
 
 
 class _Options(FakeProcessGroup.Options):
-    """NCCL's, of which the stand-in knows nothing."""
+    """In the place of `ProcessGroupNCCL.Options`, which torch's CPU build lacks."""
 
     def __init__(self):
         super().__init__()
