@@ -17,7 +17,9 @@ def messages_of(plan: Plan, trained: TrainedSet, communicator_bytes: float) -> s
         ValueError: where a rank would wait for ever.
     """
     program, count = make_program(plan, trained, rank=0), num_communicators(plan)
-    had = f"{count} communicators a rank, on GPUs {count * communicator_bytes / 2**30:.3g} GiB"
+    had = f"{count} communicators a rank"
+    if communicator_bytes:  # costs of GPUs
+        had += f" with {count * communicator_bytes / 2**30:.3g} GiB"
     num_messages = len(program.edges) * plan.num_microbatches
     if num_messages > _MOST_MESSAGES:
         return f"{had}; {num_messages:,} messages a step, too many to follow here"
