@@ -13,6 +13,8 @@ _ALWAYS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # A kernel of CUDA's libraries that is loaded at its first use may wait for all that run, and so for messages.
     "CUDA_MODULE_LOADING": "EAGER",
+    # NCCL would tell any user of the machine, at port 28028 of loopback, how its communicators are.
+    "NCCL_RAS_ENABLE": "0",
 }
 # Microbatches have new sizes in each step, which leave gaps in segments of fixed size. Since 2.10 torch reads the first
 # name, and the second, an older one, if there is no first.

@@ -9,26 +9,22 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from dflop.base.errors import UserError
 from dflop.base.gpu_environment import gpu_environment
+from dflop.base.meeting import LOOPBACK, in_a_folder, over_machines, slurm_nodes
 from dflop.base.signals import STOP_SIGNALS, SignalListener, children_of, stop_signals_blocked
 from dflop.config import ClusterConfig
 
-__all__ = ["is_first_node", "rendezvous", "run_ranks", "threads_per_rank"]
+__all__ = ["is_first_node", "run_ranks", "threads_per_rank"]
 
-# Ports below those that Linux gives to clients. An environment variable can give another one.
-_PORTS = range(20_000, 30_000)
-_PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
 _POLL_S = 0.2
 # This argument stands before torchrun's own. It says that the ranks stop by themselves when they are asked to.
 _ASKS_FIRST = "--asks-first"
@@ -44,11 +40,13 @@ def run_ranks(
     num_nodes: int,
     per_node: int,
     asks_first: bool = False,
+    shared: Path | None = None,
 ) -> tuple[int, list[int]]:
     """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
 
-    In a Slurm job this command runs on each node and starts the ranks of its own node. Outside of a Slurm job, the
-    ranks of several nodes with CPUs all run on this machine: that is handy for trying a cluster's layout.
+    In a Slurm job this command runs on each node and starts the ranks of its own node; the nodes find each other by a
+    file in the folder `shared`. Outside of a Slurm job, the ranks of several nodes with CPUs all run on this machine:
+    that is handy for trying a cluster's layout.
 
     Returns torchrun's exit code, and the signals that this command got and passed on. Without `asks_first` that is
     SIGTERM, which ends the ranks. With `asks_first` it is SIGTERM or SIGUSR1: either makes torchrun send the ranks
@@ -56,21 +54,27 @@ def run_ranks(
     blocked.
 
     Raises:
-        UserError: when there are several nodes of GPUs and this runs outside `srun`, or when the environment variable
-            for the port holds no port.
+        UserError: when there are several nodes of GPUs and this runs outside `srun`, or when they do not find each
+            other.
     """
-    is_here = _is_all_here(num_nodes, cluster)
+    is_here = num_nodes == 1 or (cluster.device == "cpu" and not slurm_nodes())
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads_per_rank(cluster, num_nodes if is_here else 1)),
         # Threads that spin while they wait make timings collapse on a busy machine.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
         **(gpu_environment(os.environ) if cluster.device == "cuda" else {}),
+        **(LOOPBACK if is_here else {}),
     }
-    meeting = _at_loopback(num_nodes) if is_here else [rendezvous(num_nodes)]
     job = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]
-    with stop_signals_blocked() if asks_first else contextlib.nullcontext():
-        agents = [_start_agent([*arguments, *job], environment, asks_first) for arguments in meeting]
+    with in_a_folder(num_nodes) if is_here else over_machines(num_nodes, shared) as (nodes, inherited):
+        with stop_signals_blocked() if asks_first else contextlib.nullcontext():
+            agents = [_start_agent([*node, *job], environment, inherited, asks_first) for node in nodes]
+        return _ended(agents, asks_first)
+
+
+def _ended(agents: list[subprocess.Popen], asks_first: bool) -> tuple[int, list[int]]:
+    """Pass signals on until all agents have ended or one has failed, and end the others."""
     stopped: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -91,9 +95,12 @@ def run_ranks(
             signal.signal(number, handler)
 
 
-def _start_agent(arguments: list[str], environment: Mapping[str, str], asks_first: bool) -> subprocess.Popen:
+def _start_agent(
+    arguments: list[str], environment: Mapping[str, str], inherited: Sequence[int], asks_first: bool
+) -> subprocess.Popen:
     before = [_ASKS_FIRST, "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"] if asks_first else []
-    return subprocess.Popen([sys.executable, "-m", "dflop.base.torchrun", *before, *arguments], env=environment)
+    command = [sys.executable, "-m", "dflop.base.torchrun", *before, *arguments]
+    return subprocess.Popen(command, env=environment, pass_fds=inherited)
 
 
 def _code_of_first_failure(agents: list[subprocess.Popen]) -> int:
@@ -108,24 +115,6 @@ def _code_of_first_failure(agents: list[subprocess.Popen]) -> int:
     return next((agent.returncode for agent in agents if agent.returncode), 0)
 
 
-def _is_all_here(num_nodes: int, cluster: ClusterConfig) -> bool:
-    """Whether the nodes are processes of this machine: several nodes of CPUs, outside of a Slurm job."""
-    return num_nodes > 1 and cluster.device == "cpu" and not _slurm_nodes()
-
-
-def _slurm_nodes() -> str | None:
-    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-
-
-def _at_loopback(num_nodes: int) -> list[list[str]]:
-    """torchrun's arguments for the rendezvous of each node, if all nodes are processes of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = [f"--nnodes={num_nodes}", "--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    return [[*where, f"--node-rank={node}"] for node in range(num_nodes)]
-
-
 def threads_per_rank(cluster: ClusterConfig, num_nodes_here: int = 1) -> int:
     """CPU threads of a rank: on CPUs the ranks of a machine share its cores, beside GPUs one is enough."""
     if cluster.device != "cpu":
@@ -138,68 +127,20 @@ def is_first_node(cluster: ClusterConfig) -> bool:
     return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
 
 
-def rendezvous(num_nodes: int) -> list[str]:
-    """torchrun's arguments for the rendezvous: on one node at a free port, on several at the Slurm job's first node.
-
-    On several nodes the port is a hash of the job's and the step's ids, which all nodes know, so that jobs that share
-    a node use different ports.
-
-    Raises:
-        UserError: when there are several nodes and this runs outside `srun`, or when the environment variable for the
-            port holds no port.
-    """
-    if num_nodes == 1:
-        return ["--standalone"]
-    nodes = _slurm_nodes()
-    if not nodes:
-        raise UserError(
-            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
-            "profile does), or set `cluster.num_nodes: 1`"
-        )
-    head = _of_slurm("hostnames", nodes).split()[0]
-    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
-    return [
-        f"--nnodes={num_nodes}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={_address_of(head)}:{_port_of(step)}",
-        f"--rdzv-id={step}",
-    ]
-
-
-def _of_slurm(kind: str, name: str) -> str:
-    return subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True, check=True).stdout
-
-
-def _address_of(node: str) -> str:
-    """A node's name; where the name cannot be resolved here, the address by which Slurm reaches the node."""
-    try:
-        socket.getaddrinfo(node, None)
-    except socket.gaierror:
-        found = re.search(r"NodeAddr=(\S+)", _of_slurm("node", node))
-        return found[1] if found else node
-    return node
-
-
-def _port_of(step: str) -> int:
-    named = os.environ.get(_PORT_VARIABLE)
-    if named is None:
-        return _PORTS[zlib.crc32(step.encode()) % len(_PORTS)]
-    if not named.isdecimal() or not 1024 <= int(named) < 65_536:
-        raise UserError(f"{_PORT_VARIABLE} is {named!r}; it must be a port's number from 1024 to 65535, or not be set")
-    return int(named)
-
-
 def _main() -> int:
     """torchrun without a traceback where a rank fails or a signal ends all ranks."""
     arguments = sys.argv[1:]
     if arguments[:1] == [_ASKS_FIRST]:
         arguments = arguments[1:]
         _ask_ranks_to_stop_on_signals()
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    from dflop.base.rendezvous import register
+
+    register()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(arguments))
@@ -208,7 +149,7 @@ def _main() -> int:
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         print(f"dflop: rank {rank} of {_node_name()} ended first, with {how}", file=sys.stderr, flush=True)
         return 1
-    except RendezvousError as error:
+    except DistError as error:
         where = next((text for text in arguments if text.startswith("--rdzv-endpoint=")), "").partition("=")[2]
         print(
             f"dflop: {_node_name()} does not reach the other nodes at {where}, or has lost them: "

@@ -134,9 +134,8 @@ def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
         "max_bytes": max_bytes,
         "out": str(out),
     }
-    code, stopped = run_ranks(
-        "dflop.costs.links", request, cluster, num_nodes=cluster.num_nodes, per_node=cluster.devices_per_node
-    )
+    size = {"num_nodes": cluster.num_nodes, "per_node": cluster.devices_per_node}
+    code, stopped = run_ranks("dflop.costs.links", request, cluster, **size, shared=out.parent)
     if code:
         why = "was stopped by SIGTERM" if stopped else f"ended early (torchrun's exit code {code}); see above"
         raise UserError(f"measuring links {why}")

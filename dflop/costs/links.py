@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dflop.base import UserError, progress_bar, written_whole
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.base.local_device import local_device
+from dflop.base.rendezvous import join_ranks
 from dflop.costs.link_model import COMMUNICATOR
 from dflop.store import LINKS_SCHEMA
 
@@ -167,9 +168,9 @@ def _now(device: torch.device) -> float:
 def _join_world(device_kind: str) -> torch.device:
     device = local_device(device_kind)
     if device_kind == "cpu":
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        join_ranks("gloo", timeout=_TIMEOUT)
     else:
-        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+        join_ranks("nccl", timeout=_TIMEOUT, device_id=device)
     return device
 
 

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from dflop.base import UserError, progress_bar
 from dflop.base.devices import COMMUNICATOR_BYTES, find_device
 from dflop.base.local_device import device_name, local_device
+from dflop.base.rendezvous import join_ranks
 from dflop.config import Config, load_config
 from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
 from dflop.costs.measure import Bench
@@ -55,7 +56,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     spec, module, tp = load_model_spec(config.model), request["module"], request["tp"]
     is_cuda = config.cluster.device == "cuda"
     device = local_device(config.cluster.device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
+    join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     ranks = _tp_ranks(tp) if tp > 1 else ALONE
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
     tokenizer = ChatTokenizer(Path(request["tokenizer"]), spec.rules)

@@ -48,6 +48,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
         num_nodes=config.cluster.num_nodes,
         per_node=per_node,
         asks_first=True,
+        shared=Path(arguments["out"]),
     )
     found = find_checkpoint(checkpoints)
     onward = f"; the same command goes on from {found[0]}" if found else ""

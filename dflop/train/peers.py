@@ -2,8 +2,8 @@
 
 A thread on every rank writes signs of life (heartbeats) to the process group's key-value store, with the place where
 its main thread is. A rank whose task takes longer than allowed reads all signs twice. It then names the ranks whose
-sign has not changed, or, if all have, those that do not wait for another rank. It kills the silent ranks on its own
-host, and ends itself, whatever its main thread waits for; torchrun ends the others.
+sign has not changed, or, if all have, those that do not wait for another rank. It kills the silent ranks that
+its own torchrun has started, and ends itself, whatever its main thread waits for; torchrun ends the others.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import FrameType
 
 import torch.distributed as dist
+
+from dflop.base.signals import children_of
 
 __all__ = ["PeerWatch", "longest_wait_s"]
 
@@ -139,11 +141,11 @@ class PeerWatch(threading.Thread):
                     file=sys.stderr,
                     flush=True,
                 )
-        for rank in silent:
-            # torchrun would send SIGTERM first, and wait for half a minute before it kills a process that hangs.
-            if now[rank]["host"] == self._about["host"] and rank != self._rank:
-                with contextlib.suppress(OSError):  # another rank may have killed it already
-                    os.kill(now[rank]["pid"], signal.SIGKILL)
+        # torchrun would send SIGTERM first, and wait for half a minute before it kills a process that hangs. What the
+        # store says is believed of processes that torchrun has started here alone.
+        for pid in {now[rank]["pid"] for rank in silent}.intersection(children_of(os.getppid())) - {os.getpid()}:
+            with contextlib.suppress(OSError):  # another rank may have killed it already
+                os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
 

@@ -6,13 +6,13 @@ instructions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dflop.base.local_device import local_device
+from dflop.base.rendezvous import join_ranks
 from dflop.models.tensor_group import TensorGroup
 from dflop.plan import Plan
 from dflop.step import Instruction, Program
@@ -23,8 +23,6 @@ from dflop.train.tied_embedding import Ends
 from dflop.train.wires import make_links
 
 __all__ = ["Sharers", "Topology", "join_group", "join_world", "place_in_world"]
-
-_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +87,12 @@ def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtyp
 
 
 def join_group(device_kind: str) -> tuple[torch.device, dist.Store]:
-    """Join the process group that torchrun's environment describes. Returns this rank's device, and the group's
+    """Join the process group that torchrun's environment describes. Returns this rank's device, and the ranks'
     store."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=_RENDEZVOUS_TIMEOUT))
     device = local_device(device_kind)
-    dist.init_process_group(
-        "nccl" if device_kind == "cuda" else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=GROUP_TIMEOUT,
-        device_id=device if device_kind == "cuda" else None,
-    )
-    return device, dist.PrefixStore("dflop", store)
+    if device_kind == "cuda":
+        return device, join_ranks("nccl", timeout=GROUP_TIMEOUT, device_id=device)
+    return device, join_ranks("gloo", timeout=GROUP_TIMEOUT)
 
 
 def place_in_world(

@@ -8,8 +8,8 @@ the real command (`training_runs.start_run`).
 import contextlib
 import json
 import os
-import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from multiprocessing import connection, get_context
@@ -79,25 +79,24 @@ def _command(arguments: list[str], ranks: connection.Connection, log: Path) -> N
 
 def _run_ranks(module: str, request: dict, world: Mapping[str, int], log: Path) -> int:
     """Run the ranks to their end; returns the exit code of the first that fails, which ends the others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
-    ranks = [
-        _CONTEXT.Process(target=_run_rank, args=(module, request, {**world, "RANK": rank, "LOCAL_RANK": rank}, log))
-        for rank in range(world["WORLD_SIZE"])
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
-            connection.wait(running)
-            if code := next((rank.exitcode for rank in ranks if rank.exitcode), 0):
-                return code
-        return 0
-    finally:
+    with tempfile.TemporaryDirectory() as folder:
+        world = {**world, "MASTER_ADDR": folder}
+        ranks = [
+            _CONTEXT.Process(target=_run_rank, args=(module, request, {**world, "RANK": rank, "LOCAL_RANK": rank}, log))
+            for rank in range(world["WORLD_SIZE"])
+        ]
         for rank in ranks:
-            rank.kill()
-            rank.join()
+            rank.start()
+        try:
+            while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+                connection.wait(running)
+                if code := next((rank.exitcode for rank in ranks if rank.exitcode), 0):
+                    return code
+            return 0
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
 
 
 def _run_rank(module: str, request: dict, world: Mapping[str, object], log: Path) -> None:

@@ -1,6 +1,7 @@
 """Links measured for real: gloo ranks on this machine, as one node and as if they were two."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -43,15 +44,33 @@ def test_too_few_gpus_are_said_once(tmp_path):
     assert done.stderr.count("2 rank(s) of this node want a GPU each") == 1
 
 
-def measure_directly(tmp_path, *torchrun: str, num_nodes: int = 1) -> pl.DataFrame:
-    """What the ranks of these torchruns, one a node, write."""
-    request = {"device": "cpu", "repeats": 1, "max_bytes": 4096, "out": str(tmp_path / "links.parquet")}
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", *torchrun),
-        *("--module", "dflop.costs.links", json.dumps(request)),
-    ]
+# `measure REQUEST NODES RANKS`: what a command of dflop does on a node.
+MEASURE = """
+import json, pathlib, sys
+from dflop.base.torchrun import run_ranks
+from dflop.config import ClusterConfig
+request, num_nodes, per_node = map(json.loads, sys.argv[1:])
+size = {"num_nodes": num_nodes, "per_node": per_node, "shared": pathlib.Path(request["out"]).parent}
+sys.exit(run_ranks("dflop.costs.links", request, ClusterConfig(devices_per_node=per_node), **size)[0])
+"""
+
+
+def measure_briefly(tmp_path, *, num_nodes: int, per_node: int) -> pl.DataFrame:
+    """What the ranks write, where a stub for `scontrol` says that all nodes of a Slurm step are at loopback."""
+    request = {"device": "cpu", "repeats": 1, "max_bytes": 4096, "out": str(tmp_path / "costs/links.parquet")}
+    command = [sys.executable, "-c", MEASURE, *map(json.dumps, (request, num_nodes, per_node))]
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.1\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    step = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
     nodes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(num_nodes)
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | step | {"SLURM_PROCID": str(node)},
+        )
+        for node in range(num_nodes)
     ]
     try:
         outputs = [node.communicate()[0] for node in nodes]
@@ -59,17 +78,13 @@ def measure_directly(tmp_path, *torchrun: str, num_nodes: int = 1) -> pl.DataFra
         for node in nodes:
             node.terminate()
     assert not any(node.returncode for node in nodes), "\n".join(outputs)
-    return pl.read_parquet(tmp_path / "links.parquet")
+    assert [path.name for path in (tmp_path / "costs").iterdir()] == ["links.parquet"]
+    return pl.read_parquet(tmp_path / "costs/links.parquet")
 
 
-def test_nodes_measure_inside_one_of_them_and_between_them(tmp_path):
-    """Two torchruns of two ranks meet as two nodes would; rank 0 takes no part in the group at their border."""
-    frame = measure_directly(
-        tmp_path,
-        *("--nnodes=2", "--nproc-per-node=2"),
-        *("--rdzv-id=links", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29411"),
-        num_nodes=2,
-    )
+def test_nodes_of_a_slurm_step_measure_inside_one_of_them_and_between_them(tmp_path):
+    """Rank 0 takes no part in the group at their border."""
+    frame = measure_briefly(tmp_path, num_nodes=2, per_node=2)
     assert frame.select("kind", "scope", "num_ranks").unique(maintain_order=True).rows() == [
         *(("p2p", "intra", 2), ("gradient_sync", "intra", 2)),
         *(("p2p", "inter", 2), ("gradient_sync", "inter", 2), ("gradient_sync", "inter", 4)),
@@ -78,7 +93,7 @@ def test_nodes_measure_inside_one_of_them_and_between_them(tmp_path):
 
 
 def test_one_device_alone_leaves_an_empty_file_with_the_right_columns(tmp_path):
-    frame = measure_directly(tmp_path, "--standalone", "--nproc-per-node=1")
+    frame = measure_briefly(tmp_path, num_nodes=1, per_node=1)
     assert frame.equals(pl.DataFrame(schema=LINKS_SCHEMA))
     assert frame.schema == LINKS_SCHEMA
 

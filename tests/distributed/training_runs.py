@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import yaml
 from processes import run_command
 
@@ -105,6 +106,17 @@ def wait_for_steps(process: subprocess.Popen, out: Path, num_steps: int) -> None
         os.killpg(process.pid, signal.SIGINT)  # which ends its ranks
         process.wait()
         raise
+
+
+def listening(command: int) -> list[tuple[str, int]]:
+    """Addresses and ports at which a command, and all that it has started, listen for TCP."""
+    started = psutil.Process(command)
+    return [
+        tuple(connection.laddr)
+        for process in [started, *started.children(recursive=True)]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def process_of_rank(rank: int, out: Path) -> int:

@@ -16,6 +16,7 @@ from dflop.config import ClusterConfig
 SET = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "CUDA_MODULE_LOADING": "EAGER",
+    "NCCL_RAS_ENABLE": "0",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
@@ -27,7 +28,7 @@ def environment_of_ranks(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     start, found = subprocess.Popen, []
 
-    def started(arguments, env):
+    def started(arguments, env, pass_fds):
         found.append(env)
         return start([sys.executable, "-c", ""], env=env)
 
@@ -51,6 +52,13 @@ def test_what_the_user_has_set_stays(environment_of_ranks, monkeypatch):
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert found["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512"
     assert "PYTORCH_ALLOC_CONF" not in found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_of_one_node_listen_on_loopback_whatever_reaches_other_nodes(environment_of_ranks, device, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    found = environment_of_ranks(device)
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 @pytest.mark.parametrize(

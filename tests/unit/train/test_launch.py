@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dflop.base import UserError
-from dflop.base.torchrun import rendezvous, threads_per_rank
+from dflop.base.torchrun import threads_per_rank
 from dflop.config import ClusterConfig, load_config
 from dflop.plan import Grid, Plan
 from dflop.schedule import Learner
@@ -101,48 +101,6 @@ def test_several_nodes_of_gpus_need_the_jobs_node_list(tmp_path, monkeypatch):
             plan=path,
             arguments={"out": str(tmp_path)},
         )
-
-
-@pytest.fixture
-def torchrun_arguments(monkeypatch, tmp_path):
-    """What torchrun would be told on a node of a Slurm job; a stub stands for `scontrol`."""
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(scontrol.parent), prepend=os.pathsep)
-    monkeypatch.delenv("DFLOP_RENDEZVOUS_PORT", raising=False)
-
-    def of(job: str, step: str, num_nodes: int = 2) -> dict[str, str]:
-        for name, value in {"JOB_ID": job, "STEP_ID": step, "STEP_NODELIST": "n[1-2]"}.items():
-            monkeypatch.setenv(f"SLURM_{name}", value)
-        return dict(argument.partition("=")[::2] for argument in rendezvous(num_nodes))
-
-    return of
-
-
-def test_one_node_takes_a_free_port(torchrun_arguments):
-    assert torchrun_arguments("7", "0", num_nodes=1) == {"--standalone": ""}
-
-
-def test_the_nodes_of_a_step_meet_at_one_port_and_other_steps_and_jobs_at_others(torchrun_arguments):
-    first = torchrun_arguments("7", "0")
-    assert first == torchrun_arguments("7", "0")
-    host, port = first["--rdzv-endpoint"].split(":")
-    assert host == "n1"
-    assert 20_000 <= int(port) < 30_000
-    others = [torchrun_arguments(job, step) for job, step in (("7", "1"), ("8", "0"), ("70", "0"))]
-    assert len({entry["--rdzv-endpoint"] for entry in (first, *others)}) == 4
-    assert len({entry["--rdzv-id"] for entry in (first, *others)}) == 4
-
-
-def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_refused(torchrun_arguments, monkeypatch):
-    monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", "31234")
-    assert torchrun_arguments("7", "0")["--rdzv-endpoint"] == "n1:31234"
-    for wrong in ("80", "70000", "free", ""):
-        monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", wrong)
-        with pytest.raises(UserError, match=f"^DFLOP_RENDEZVOUS_PORT is '{wrong}'; it must be a port's number"):
-            torchrun_arguments("7", "0")
 
 
 def test_ranks_on_cpus_share_the_cores_and_each_has_at_least_one():

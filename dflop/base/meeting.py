@@ -1,0 +1,135 @@
+"""How the machines of a job find each other: torchrun's arguments for `base.rendezvous`, and what they name.
+
+On one machine nothing listens but gloo and NCCL, on loopback. Over several machines the first one listens at the
+address by which it reaches the second, at a port that the system chooses, and tells the others in a file of the run's
+folder, which all of them see. This file imports no torch.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflop.base.artifacts import written_whole
+from dflop.base.errors import UserError
+
+__all__ = ["LOOPBACK", "in_a_folder", "over_machines", "slurm_nodes"]
+
+# The environment of ranks that are all on one machine.
+LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+_PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
+_BETWEEN_LOOKS_S, _LONGEST_WAIT_S = 0.2, 600
+
+
+@contextlib.contextmanager
+def in_a_folder(num_nodes: int) -> Iterator[tuple[list[list[str]], list[int]]]:
+    """torchrun's arguments for each node, where all are on this machine, while their folder is there."""
+    with tempfile.TemporaryDirectory(prefix="dflop-", ignore_cleanup_errors=True) as folder:  # of mode 0700
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH)  # systemd cleans up what is old below /tmp, but nothing that is locked
+            yield [_arguments(num_nodes, folder, rank=node) for node in range(num_nodes)], []
+        finally:
+            os.close(held)
+
+
+@contextlib.contextmanager
+def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]], list[int]]]:
+    """torchrun's arguments for this node of a Slurm step, and the file descriptors that it inherits.
+
+    `shared` is a folder that all nodes see. The first node's file there is deleted in the end.
+
+    Raises:
+        UserError: when this runs outside `srun`, when the environment variable for the port holds no port or one that
+            is taken, or when the first node tells no address for ten minutes.
+    """
+    nodes = slurm_nodes()
+    if not nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
+            "profile does), or set `cluster.num_nodes: 1`"
+        )
+    # A job that Slurm has put back into its queue keeps its number.
+    step = ".".join(os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    told, rank = shared / f".meeting-{step}", int(os.environ.get("SLURM_PROCID", "0"))
+    if rank > 0:
+        address, port = _told(told)
+        yield [_arguments(num_nodes, address, rank=rank, port=port)], []
+        return
+    with _listener(_of_slurm("hostnames", nodes).split()[1]) as listener:
+        address, port, *_ = listener.getsockname()
+        with written_whole(told) as path:
+            path.touch(mode=0o600)
+            path.write_text(json.dumps([address, port]), encoding="utf-8")
+        try:
+            number = listener.fileno()
+            yield [_arguments(num_nodes, address, rank=0, port=port, listener=number)], [number]
+        finally:
+            told.unlink(missing_ok=True)
+
+
+def slurm_nodes() -> str | None:
+    """The nodes of the Slurm step or job that this runs in, as Slurm writes them; None outside of one."""
+    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+
+
+def _arguments(num_nodes: int, endpoint: str, **config: int) -> list[str]:
+    conf = ",".join(f"{name}={value}" for name, value in config.items())
+    return [f"--nnodes={num_nodes}", "--rdzv-backend=dflop", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}"]
+
+
+def _told(path: Path) -> tuple[str, int]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + _LONGEST_WAIT_S
+    while path.name not in os.listdir(path.parent):  # NFS looks anew at what is listed
+        if time.monotonic() > until:
+            raise UserError(
+                f"the first node has not written {path} for {_LONGEST_WAIT_S // 60} minutes; see what it says, and "
+                "check that all nodes see this folder"
+            )
+        time.sleep(_BETWEEN_LOOKS_S)
+    return tuple(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _listener(other: str) -> socket.socket:
+    """A socket that listens at the address by which this machine reaches another node."""
+    family, kind, protocol, _, there = socket.getaddrinfo(_address_of(other), 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)  # which sends nothing
+        address = probe.getsockname()[0]
+    port = _port()
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise UserError(f"{address} port {port}: {error.strerror}; name another one in {_PORT_VARIABLE}") from None
+
+
+def _port() -> int:
+    """The port that the environment names; 0, any free one, if it names none."""
+    named = os.environ.get(_PORT_VARIABLE)
+    if named is None:
+        return 0
+    if not named.isdecimal() or not 1024 <= int(named) < 65_536:
+        raise UserError(f"{_PORT_VARIABLE} is {named!r}; it must be a port's number from 1024 to 65535, or not be set")
+    return int(named)
+
+
+def _of_slurm(kind: str, name: str) -> str:
+    return subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True, check=True).stdout
+
+
+def _address_of(node: str) -> str:
+    """A node's name; where the name cannot be resolved here, the address by which Slurm reaches the node."""
+    try:
+        socket.getaddrinfo(node, None)
+    except socket.gaierror:
+        found = re.search(r"NodeAddr=(\S+)", _of_slurm("node", node))
+        return found[1] if found else node
+    return node

@@ -1,0 +1,81 @@
+"""Where torchrun's agents meet, and the ranks that they start.
+
+On one machine this is a folder that only its user can enter: stores are files in it, and nothing listens. Over several
+machines it is torch's TCPStore, which listens at one address of the first machine. It asks for no password: whoever
+reaches its port can read and write it. `base.meeting` chooses. Neither unpickles anything.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from dflop.base.folder_store import FolderStore
+
+__all__ = ["join_ranks", "register"]
+
+_BACKEND = "dflop"
+_TIMEOUT = timedelta(minutes=10)
+
+
+def register() -> None:
+    """Have torchrun know `--rdzv-backend=dflop`.
+
+    Its endpoint is the folder, or the first machine's address. `--rdzv-conf` has the `rank` of the machine; with an
+    address also the `port` and, on the first machine, `listener`, the file descriptor of a socket that listens there.
+    """
+    rendezvous_handler_registry.register(_BACKEND, _Rendezvous)
+
+
+class _Rendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous with a store that does not listen at all addresses."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        port, rank = int(parameters.config.get("port", 0)), int(parameters.config["rank"])
+        nodes = parameters.max_nodes, parameters.run_id, round(_TIMEOUT.total_seconds())
+        super().__init__(parameters.endpoint, port, rank, *nodes)
+        self._listener = int(parameters.config["listener"]) if "listener" in parameters.config else None
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if not self.master_port:
+            self._store = dist.FileStore(f"{self.master_addr}/agents")
+        else:
+            self._store = dist.TCPStore(
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=self._listener is not None,
+                timeout=self.timeout,
+                master_listen_fd=self._listener,
+            )
+        where = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self._store, self.rank, self.world_size, where)
+
+
+def join_ranks(backend: str, **options: Any) -> dist.Store:
+    """Join the process group of the ranks that torchrun started; `options` are those of `init_process_group`.
+
+    Returns a store for the ranks' messages, whose keys are not the group's.
+    """
+    folder = Path(os.environ["MASTER_ADDR"])
+    if folder.is_absolute():
+        of_group, messages = dist.FileStore(str(folder / "group")), FolderStore(folder / "messages", _TIMEOUT)
+        of_group.set_timeout(_TIMEOUT)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        of_group, messages = dist.PrefixStore("group", store), dist.PrefixStore("dflop", store)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=of_group, rank=rank, world_size=world_size, **options)
+    return messages

@@ -1,0 +1,100 @@
+"""How the machines of a job find each other, and what that opens to others."""
+
+import json
+import os
+import socket
+import stat
+
+import pytest
+
+from dflop.base import UserError
+from dflop.base.meeting import in_a_folder, over_machines
+
+
+def _named(arguments: list[str]) -> dict[str, str]:
+    """What the arguments say: those of torchrun, and the entries of `--rdzv-conf`."""
+    found = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
+    return found | dict(entry.split("=") for entry in found.pop("rdzv-conf").split(","))
+
+
+def test_on_one_machine_all_meet_in_a_folder_for_their_user_alone_which_is_deleted_in_the_end():
+    with in_a_folder(2) as (nodes, inherited):
+        first, second = map(_named, nodes)
+        folder = first["rdzv-endpoint"]
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        assert second == first | {"rank": "1"}
+        assert inherited == []
+    assert not os.path.exists(folder)
+
+
+@pytest.fixture
+def step(monkeypatch, tmp_path):
+    """`step(rank, job)`: this is a node of a Slurm step; a stub stands for `scontrol`."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\n127.0.0.1\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(scontrol.parent), prepend=os.pathsep)
+    monkeypatch.delenv("DFLOP_RENDEZVOUS_PORT", raising=False)
+
+    def of(rank: int, job: str = "7", restarts: str = "0") -> None:
+        values = {"JOB_ID": job, "RESTART_COUNT": restarts, "STEP_NODELIST": "n[1-2]", "PROCID": str(rank)}
+        for name, value in values.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+
+    return of
+
+
+def test_the_first_node_listens_where_it_reaches_the_second_and_tells_the_others_in_a_file(step, tmp_path):
+    step(0)
+    with over_machines(2, tmp_path / "run") as ([arguments], [inherited]):
+        first = _named(arguments)
+        assert int(first["listener"]) == inherited
+        with socket.socket(fileno=os.dup(inherited)) as listener:
+            assert listener.getsockname() == ("127.0.0.1", int(first["port"]))
+        (told,) = (tmp_path / "run").iterdir()
+        assert stat.S_IMODE(told.stat().st_mode) == 0o600
+        step(1)
+        with over_machines(2, tmp_path / "run") as ([others], []):
+            del first["listener"]
+            assert _named(others) == first | {"rank": "1"}
+    assert not told.exists()
+
+
+def test_what_another_job_or_an_earlier_start_of_this_one_left_is_not_read(step, tmp_path):
+    for job, restarts in (("7", "0"), ("8", "1")):
+        (tmp_path / f".meeting-{job}.0.{restarts}").write_text(json.dumps(["192.0.2.1", 1]))
+    step(0, job="8")
+    with over_machines(2, tmp_path) as ([first], _):
+        step(1, job="8")
+        with over_machines(2, tmp_path) as ([other], _):
+            assert _named(other)["port"] == _named(first)["port"] != "1"
+
+
+def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_or_taken_is_refused(
+    step, tmp_path, monkeypatch
+):
+    step(0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", port := str(taken.getsockname()[1]))
+        with (
+            pytest.raises(UserError, match=rf"^127\.0\.0\.1 port {port}: .*; name another one in DFLOP_R"),
+            over_machines(2, tmp_path),
+        ):
+            pass
+    with over_machines(2, tmp_path) as ([arguments], _):
+        assert _named(arguments)["port"] == port
+    for wrong in ("80", "70000", "free", ""):
+        monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", wrong)
+        with (
+            pytest.raises(UserError, match=f"^DFLOP_RENDEZVOUS_PORT is '{wrong}'; it must be a port's number"),
+            over_machines(2, tmp_path),
+        ):
+            pass
+
+
+def test_a_node_that_hears_nothing_of_the_first_one_says_which_file_it_looked_for(step, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflop.base.meeting._LONGEST_WAIT_S", 0)
+    step(1)
+    with pytest.raises(UserError, match=r"\.meeting-7\.0\.0 .* all nodes see this folder"), over_machines(2, tmp_path):
+        pass
