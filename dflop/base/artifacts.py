@@ -1,7 +1,9 @@
 """How files of a run are written, whole or not at all, and the folder in which processes cache results."""
 
 import contextlib
+import functools
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -41,4 +43,16 @@ def cache_folder() -> Path:
         user.mkdir(parents=True, exist_ok=True)
         if os.access(user, os.W_OK):
             return user
-    return Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
+    return _temporary_folder()
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    """A folder in the system's temporary folder that only this user can enter. A later process finds it again, unless
+    another user has taken its name."""
+    folder = Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+    return folder if is_ours else Path(tempfile.mkdtemp(prefix="dflop-"))

@@ -1,6 +1,7 @@
 """The last commands of the workflow: training with the plan, and the report of a run."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -28,7 +29,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     from dflop.schedule.service import open_evaluation, open_scheduler
     from dflop.search import planned_loaders
     from dflop.store import read_table
-    from dflop.train import check_plan, check_trackers, finished_at, generation_of, launch_ranks
+    from dflop.train import check_plan, check_trackers, finished_at, generation_of, launch_ranks, sole_use
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
@@ -59,18 +60,20 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         open_evaluation(config, shapes=shapes, costs=costs, plan=plan_path)
     generation = generation_of(config, data_digests, left_out["source", "row"].rows(), scheduler.pricer)
     out.mkdir(parents=True, exist_ok=True)
-    if checkpoint := finished_at(config, out, generation):
-        click.echo(
-            f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "
-            "`train.resume: never` trains anew. Its summary files are now written again from its results"
-        )
-    else:
-        arguments = {"shapes": str(shapes), "costs": str(costs), "plan": str(plan_path), "out": str(out)}
-        arguments |= {"measured_on": _measured_on(costs), "generation": generation.to_dict()}
-        launch_ranks(config, plan=plan_path, arguments=arguments)
-    if not is_first_node(config.cluster):
-        return
-    _write_results(config, out, plan_path, generation, left_out)
+    # Of several nodes the first one holds the lock, and the others wait for it.
+    is_first = is_first_node(config.cluster)
+    with sole_use(out) if is_first else nullcontext():
+        if checkpoint := finished_at(config, out, generation):
+            click.echo(
+                f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "
+                "`train.resume: never` trains anew. Its summary files are now written again from its results"
+            )
+        else:
+            arguments = {"shapes": str(shapes), "costs": str(costs), "plan": str(plan_path), "out": str(out)}
+            arguments |= {"measured_on": _measured_on(costs), "generation": generation.to_dict()}
+            launch_ranks(config, plan=plan_path, arguments=arguments)
+        if is_first:
+            _write_results(config, out, plan_path, generation, left_out)
 
 
 @click.command("report")

@@ -7,6 +7,7 @@ from dflop.train.bottleneck import rank_names
 from dflop.train.generation import generation_of
 from dflop.train.launch import check_devices, check_plan, finished_at, launch_ranks
 from dflop.train.observations import NUM_WARMUP_STEPS, SCHEDULE_FILE, merge_observations
+from dflop.train.sole_use import sole_use
 from dflop.train.summary import summarise
 from dflop.train.trackers import check_trackers
 
@@ -21,5 +22,6 @@ __all__ = [
     "launch_ranks",
     "merge_observations",
     "rank_names",
+    "sole_use",
     "summarise",
 ]

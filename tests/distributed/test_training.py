@@ -127,12 +127,14 @@ def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(r
     assert "Traceback" not in log
 
 
-def test_a_run_of_one_node_listens_on_loopback_alone_and_ends_and_is_named_if_a_rank_is_stopped(run, tmp_path):
+def test_a_run_listens_on_loopback_alone_takes_no_other_into_its_folder_and_ends_when_a_rank_is_stopped(run, tmp_path):
     folder, config = run
     out = tmp_path / "train"
     process = start_run(folder, config, plan_file(folder), out, steps=100_000, peer_timeout_s=5, checkpoint_every=3)
     wait_for_steps(process, out, 5)
     assert {address for address, _ in listening(process.pid)} == {"127.0.0.1"}
+    assert end_run(start_run(folder, config, plan_file(folder), out, steps=100_000), tmp_path / "second") == 2
+    assert f"{out}: process {process.pid} of " in (tmp_path / "second/log").read_text()
     os.kill(process_of_rank(1, out), signal.SIGSTOP)
     assert end_run(process, out) != 0
     log = (out / "log").read_text()

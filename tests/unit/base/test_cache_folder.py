@@ -1,0 +1,57 @@
+"""Where caches lie when neither the workflow's folder nor the user's cache folder can be written."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dflop.base import artifacts
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The system's temporary folder; nothing else can be written to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    monkeypatch.chdir(tmp_path)
+    artifacts._temporary_folder.cache_clear()
+    yield tmp_path
+    artifacts._temporary_folder.cache_clear()
+
+
+def test_it_is_found_again_and_only_its_user_can_enter_it(temporary):
+    found = artifacts.cache_folder()
+    assert found == temporary / f"dflop-{os.getuid()}"
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    artifacts._temporary_folder.cache_clear()
+    assert artifacts.cache_folder() == found
+
+
+def open_to_all(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def link(path: Path) -> None:
+    path.with_name("elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def of_another_user(path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    path.mkdir(mode=0o700)
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize("take", [open_to_all, link, of_another_user, Path.touch])
+def test_a_name_that_another_user_may_have_taken_is_left_alone(temporary, take):
+    taken = temporary / f"dflop-{os.getuid()}"
+    take(taken)
+    found = artifacts.cache_folder()
+    assert found.parent == temporary
+    assert found != taken
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert artifacts.cache_folder() == found
