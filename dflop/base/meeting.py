@@ -47,8 +47,8 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
     `shared` is a folder that all nodes see. The first node's file there is deleted in the end.
 
     Raises:
-        UserError: when this runs outside `srun`, when the environment variable for the port holds no port or one that
-            is taken, or when the first node tells no address for ten minutes.
+        UserError: when this runs outside `srun` or on fewer nodes, when the environment variable for the port holds no
+            port or one that is taken, or when the first node tells no address for ten minutes.
     """
     nodes = slurm_nodes()
     if not nodes:
@@ -63,7 +63,12 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
         address, port = _told(told)
         yield [_arguments(num_nodes, address, rank=rank, port=port)], []
         return
-    with _listener(_of_slurm("hostnames", nodes).split()[1]) as listener:
+    names = _of_slurm("hostnames", nodes).split()
+    if len(names) < num_nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}, and this Slurm job has {len(names)} node(s); ask for more"
+        )
+    with _listener(names[1]) as listener:
         address, port, *_ = listener.getsockname()
         with written_whole(told) as path:
             path.touch(mode=0o600)

@@ -93,6 +93,12 @@ def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_or_take
             pass
 
 
+def test_a_job_of_fewer_nodes_than_the_config_has_is_refused(step, tmp_path):
+    step(0)
+    with pytest.raises(UserError, match=r"num_nodes` is 3, this Slurm job has 2 node"), over_machines(3, tmp_path):
+        pass
+
+
 def test_a_node_that_hears_nothing_of_the_first_one_says_which_file_it_looked_for(step, tmp_path, monkeypatch):
     monkeypatch.setattr("dflop.base.meeting._LONGEST_WAIT_S", 0)
     step(1)

@@ -1,12 +1,16 @@
-"""The watch tells ranks that wait for others by the functions in which they do."""
+"""The watch tells ranks that wait for others by the functions in which they do, and kills none but its neighbours."""
 
 import ast
+import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import dflop
-from dflop.train.peers import _WAITS
+from dflop.train.peers import _WAITS, PeerWatch
 
 
 @pytest.mark.parametrize(("path", "name"), [waits for waits in _WAITS if waits[1]])
@@ -14,3 +18,21 @@ def test_a_function_in_which_ranks_wait_exists(path, name):
     (file,) = (file for file in Path(dflop.__file__).parent.rglob("*.py") if str(file).endswith(f"/{path}"))
     functions = [node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
     assert any(function.startswith(name) for function in functions)
+
+
+def test_no_process_is_killed_but_silent_ranks_that_the_same_torchrun_has_started(monkeypatch):
+    class EndedError(Exception): ...
+
+    def end(_):
+        raise EndedError
+
+    monkeypatch.setattr(os, "_exit", end)
+    store = dist.HashStore()
+    watch = PeerWatch(store, 0, "llm stage 0", 2, timeout_s=60.0)
+    with subprocess.Popen(["sleep", "60"]) as other:  # a child of this process, as no rank is of another
+        sign = json.loads(store.get("alive/0")) | {"pid": other.pid}
+        store.set("alive/1", json.dumps(sign))
+        with pytest.raises(EndedError):  # both ranks are silent
+            watch._judge("step 1", 60.0, watch._signs(), needs_silence=True)
+        assert other.poll() is None
+        other.kill()
