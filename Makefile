@@ -2,6 +2,7 @@
 # make test   creates .venv, installs, and runs the tests but the exhaustive ones: test-unit, then test-serial
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
+# FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
 # make lint   checks the code's and the workflow's form
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-unit test-serial test-all test-slurm screenshots docs lint clean
+.PHONY: setup demo test test-unit test-serial test-all test-slurm fuzz screenshots docs lint clean
 
 setup: $(STAMP)
 
@@ -47,6 +48,11 @@ test-all: test
 test-slurm: setup
 	tests/slurm/install.sh
 	pytest -q tests/slurm
+
+fuzz: export FUZZ_SECONDS ?= 60
+fuzz: export FUZZ_SEED ?= $(shell date +%s)
+fuzz: setup
+	$(PYTEST) --dist load --timeout 0 -rP tests/hostile
 
 screenshots: setup
 	python tests/browser.py results/demo/report/index.html results/demo/screenshots
