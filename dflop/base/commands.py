@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["COMMANDS", "GROUND_ROOMS", "ROOMS", "Command", "code_digest"]
+__all__ = ["COMMANDS", "GROUND_ROOMS", "LIMITS", "ROOMS", "Command", "code_digest"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -23,7 +23,11 @@ ROOMS = (
 )
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
-_LIMITS = ("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.video", "data.audio")
+# The config's limits on a record and its media, which decide what it becomes.
+LIMITS = (
+    *("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.max_clip_pixels"),
+    *("data.max_audio_samples", "data.max_decode_s", "data.video", "data.audio"),
+)
 _SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
 # Without `cluster.gpu_hour_cost`, which only the report reads: another price reruns nothing else.
 _CLUSTER = (
@@ -45,7 +49,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo-data": Command("data.py", "demo", ()),
-    "profile-shapes": Command("data.py", "shapes", (*_SHARDS, "data.without_encoder", *_LIMITS, *_MODEL)),
+    "profile-shapes": Command("data.py", "shapes", (*_SHARDS, "data.without_encoder", *LIMITS, *_MODEL)),
     "merge-shapes": Command(
         "data.py",
         "costs",
@@ -69,7 +73,7 @@ COMMANDS: dict[str, Command] = {
             "costs.repeats",
         ),
     ),
-    "profile-loading": Command("data.py", "loading", ("seed", "data.sources", "data.watch_media", *_LIMITS, *_MODEL)),
+    "profile-loading": Command("data.py", "loading", ("seed", "data.sources", "data.watch_media", *LIMITS, *_MODEL)),
     "fit-costs": Command("costs.py", "costs", ()),
     "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan")),
     "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "schedule")),
@@ -78,7 +82,7 @@ COMMANDS: dict[str, Command] = {
         "training.py",
         "train",
         (
-            *("seed", "data.sources", "data.watch_media", "data.evaluation_share", *_LIMITS),
+            *("seed", "data.sources", "data.watch_media", "data.evaluation_share", *LIMITS),
             *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),

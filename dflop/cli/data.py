@@ -80,9 +80,10 @@ def _whole(data):
 
     A config restricted to some keys cannot be sent to other processes.
     """
+    from dflop.base.commands import LIMITS
     from dflop.config import DataConfig
 
-    read = ("max_llm_tokens", "max_text_bytes", "max_image_pixels", "video", "audio")
+    read = [key.removeprefix("data.") for key in LIMITS]
     return DataConfig(**{name: getattr(data, name) for name in read})
 
 

@@ -189,8 +189,7 @@ class MicrobatchLoader(Dataset):
             if self.reader.data.watch_media:
                 self._check_unchanged(ref, sample)
             blank: list[Medium] = []
-            data = self.reader.data
-            decoder = MediaDecoder(self.processor, data.video, data.max_image_pixels, unreadable, blank)
+            decoder = MediaDecoder(self.processor, self.reader.data.video, self.reader.limits, unreadable, blank)
             try:
                 decoded = decoder.items_of(
                     [sample.record.media[number] for number in numbers],

@@ -4,20 +4,19 @@ A medium that is no longer what was profiled does not stop a run, but it is repo
 
 - a medium that cannot be decoded becomes blank items, and nothing is learned from its sample;
 - a picture of another size is scaled;
-- a clip with fewer frames repeats its last frame, and further frames are left out;
+- a clip with fewer frames repeats its last frame, further frames are left out, and frames of another size are scaled;
 - a sound of another length is cut, or padded with silence.
 
 A missing file stops the run, unless it is a picture whose size was taken from its record, so that profiling never
 looked for the file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image, ImageOps
 
@@ -25,7 +24,8 @@ from dflop.config import VideoConfig
 from dflop.loading.sounds import read_sound
 from dflop.models import SOUND_RATE_HZ
 from dflop.models.microbatch import MediaProcessor
-from dflop.shapes.media import IMAGE_ERRORS, frame_indices, header_of_opened, open_clip, open_medium, open_picture
+from dflop.shapes.media import frame_indices, header_of_opened, open_clip, open_medium, open_picture
+from dflop.shapes.media_limits import MediaLimits, decoding
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.records import Embedded, Medium, RecordError, resolve_medium
 
@@ -45,7 +45,7 @@ class MediaDecoder:
 
     processor: MediaProcessor
     video: VideoConfig
-    max_image_pixels: int
+    limits: MediaLimits
     unreadable: list[str]
     blank: list[Medium]
 
@@ -78,13 +78,9 @@ class MediaDecoder:
             self._say_blank(medium, str(error))
             return Image.new("RGB", size.pixels)
         try:
-            with (
-                open_medium(file) as opened,
-                open_picture(opened, str(medium.file), self.max_image_pixels) as image,
-            ):
-                picture = ImageOps.exif_transpose(image).convert("RGB")
-        except (*IMAGE_ERRORS, RecordError) as error:
-            self._say_blank(medium, str(error))
+            picture = _decoded_picture(file, self.limits)
+        except RecordError as error:
+            self._say_blank(medium, error.detail)
             return Image.new("RGB", size.pixels)
         if picture.size == size.pixels:
             return picture
@@ -95,7 +91,7 @@ class MediaDecoder:
     def _sound(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> np.ndarray:
         """As many samples as were profiled, float32 [num_samples]. Another length in the file is reported."""
         try:
-            samples = read_sound(file)
+            samples = read_sound(file, self.limits)
         except RecordError as error:
             self._say_blank(medium, error.detail)
             return np.zeros(size.num_samples, dtype=np.float32)
@@ -113,19 +109,7 @@ class MediaDecoder:
         frames: list[Image.Image] = []
         why = "it has no more"
         try:
-            with ExitStack() as opened:
-                container = opened.enter_context(open_clip(file))
-                header, is_at_start = header_of_opened(container, file)
-                wanted = frame_indices(header, self.video)
-                if len(wanted) > size.num_frames:
-                    said = f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}; the rest is left out"
-                    self.unreadable.append(said)
-                if not is_at_start:
-                    container = opened.enter_context(open_clip(file))
-                container.streams.video[0].thread_type = "AUTO"
-                frames += _frames_at(container, iter(wanted[: size.num_frames]))
-        except (av.error.FFmpegError, OSError) as error:
-            why = error.strerror or str(error)
+            frames += self._decoded_frames(file, size)
         except RecordError as error:
             why = error.detail
         if not frames:
@@ -136,12 +120,43 @@ class MediaDecoder:
             self.unreadable.append(f"{file}: {decoded}; the last one is repeated")
         return frames + [frames[-1]] * (size.num_frames - len(frames))
 
+    def _decoded_frames(self, file: Path | Embedded, size: MediumSize) -> Iterator[Image.Image]:
+        """The frames that are used, at most as many as were profiled, in the size that was profiled."""
+        with ExitStack() as opened:
+            container = opened.enter_context(open_clip(file, self.limits))
+            header, is_at_start = header_of_opened(container, file, self.limits)
+            wanted = frame_indices(header, self.video)
+            if len(wanted) > size.num_frames:
+                said = f"{file}: {len(wanted)} frames, it was profiled with {size.num_frames}; the rest is left out"
+                self.unreadable.append(said)
+            if not is_at_start:
+                container = opened.enter_context(open_clip(file, self.limits))
+            container.streams.video[0].thread_type = "AUTO"
+            packets = self.limits.in_time(file.name, container.demux(video=0))
+            is_said = False
+            for frame in _frames_at(packets, iter(wanted[: size.num_frames])):
+                found = (frame.width, frame.height)
+                if found != size.pixels and not is_said:
+                    said = f"{file}: frames of {found} pixels, it was profiled with {tuple(size.pixels)}"
+                    self.unreadable.append(f"{said}; they were scaled")
+                    is_said = True
+                yield frame.to_image(width=size.width, height=size.height)
 
-def _frames_at(container: Any, indices: Iterator[int]) -> Iterator[Image.Image]:
+
+def _decoded_picture(file: Path | Embedded, limits: MediaLimits) -> Image.Image:
+    """A whole picture, turned upright. A copy less is a gigabyte less for the largest."""
+    with decoding(file.name), open_medium(file) as opened, open_picture(opened, file.name, limits) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _frames_at(packets: Iterable[Any], indices: Iterator[int]) -> Iterator[Any]:
+    """The frames of these numbers, in ascending order, which may name a frame several times."""
     wanted = next(indices, None)
-    for number, frame in enumerate(container.decode(video=0)):
+    frames = (frame for packet in packets for frame in packet.decode())
+    for number, frame in enumerate(frames):
         while wanted == number:
-            yield frame.to_image()
+            yield frame
             wanted = next(indices, None)
         if wanted is None:
             return

@@ -1,37 +1,59 @@
 """Sounds, decoded as Whisper-like encoders take them: one channel of float32 at 16 kHz.
 
-libsndfile reads WAV, FLAC, MP3 and Ogg; FFmpeg reads what libsndfile cannot (AAC, a clip's sound).
+libsndfile reads WAV, FLAC, MP3 and Ogg; FFmpeg reads what libsndfile cannot (AAC, a clip's sound). Both read block by
+block, so that memory follows what is in the file, not what its header says.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import av
 import numpy as np
-import soundfile
-from av.error import FFmpegError
 
 from dflop.models import SOUND_RATE_HZ
-from dflop.shapes.media import open_clip, open_medium
+from dflop.shapes.media import open_clip
+from dflop.shapes.media_limits import MediaLimits, unreadable
 from dflop.shapes.records import Embedded, RecordError
+from dflop.shapes.sounds import open_sound
 
 __all__ = ["read_sound"]
 
+# Samples of all channels that are decoded at once.
+_BLOCK = 1 << 20
+# Times the loudest of a usual sound. Squared, as a spectrum has it, a larger one is no number any more.
+_LOUDEST = 1e9
 
-def read_sound(medium: Path | Embedded) -> np.ndarray:
+
+def read_sound(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
     """The whole sound, float32 [num_samples]: the mean of its channels.
 
     Raises:
-        RecordError: unreadable_media, when no sample can be decoded.
+        RecordError: unreadable_media, when no sample can be decoded, one is no number, or a limit is exceeded.
     """
     try:
-        with open_medium(medium) as file:
-            channels, rate_hz = soundfile.read(file, dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, OSError, TypeError):  # TypeError: a name that ends in .raw
-        return _by_ffmpeg(medium)
-    if not len(channels):
-        raise RecordError("unreadable_media", f"{medium.name}: no sound could be decoded")
-    return _resampled(channels.mean(axis=1), rate_hz)
+        samples = _by_libsndfile(medium, limits)
+    except RecordError:
+        raise
+    except Exception:  # whatever it is, FFmpeg may know better
+        samples = _by_ffmpeg(medium, limits)
+    if not len(samples):
+        raise unreadable(medium.name, "no sound could be decoded")
+    if not np.abs(samples).max() < _LOUDEST:
+        raise unreadable(medium.name, "some of its samples are no numbers of a sound")
+    return samples
+
+
+def _by_libsndfile(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
+    with open_sound(medium) as sound:
+        limits.check_sound(medium.name, sound.frames, sound.channels, sound.samplerate)
+        blocks = sound.blocks(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
+        samples = _joined(block.mean(axis=1) for block in limits.in_time(medium.name, blocks))
+        return _resampled(samples, sound.samplerate)
+
+
+def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def _resampled(samples: np.ndarray, rate_hz: int) -> np.ndarray:
@@ -44,18 +66,26 @@ def _resampled(samples: np.ndarray, rate_hz: int) -> np.ndarray:
     return resample_poly(samples, SOUND_RATE_HZ // shared, rate_hz // shared).astype(np.float32)
 
 
-def _by_ffmpeg(medium: Path | Embedded) -> np.ndarray:
+def _by_ffmpeg(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
+    """What can be decoded: a sound that breaks off, or goes on beyond a limit, counts as far as it was read."""
     parts: list[np.ndarray] = []
-    why = "it has no sound"
     try:
-        with open_clip(medium) as container:
-            if container.streams.audio:
-                resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE_HZ)
-                for frame in container.decode(audio=0):
-                    parts += [made.to_ndarray()[0] for made in resampler.resample(frame)]
-                parts += [made.to_ndarray()[0] for made in resampler.resample(None)]
-    except (FFmpegError, OSError) as error:
-        why = error.strerror or str(error)
-    if not parts:
-        raise RecordError("unreadable_media", f"{medium.name}: no sound could be decoded: {why}")
-    return np.concatenate(parts)
+        parts += _decoded(medium, limits)
+    except RecordError:
+        if not parts:
+            raise
+    return _joined(parts)
+
+
+def _decoded(medium: Path | Embedded, limits: MediaLimits) -> Iterator[np.ndarray]:
+    num_samples = 0
+    with open_clip(medium, limits) as container:
+        if not container.streams.audio:
+            raise unreadable(medium.name, "it has no sound")
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE_HZ)
+        for packet in limits.in_time(medium.name, container.demux(audio=0)):
+            for frame in packet.decode():
+                num_samples += frame.samples
+                limits.check_sound(medium.name, num_samples, 1, frame.sample_rate)
+                yield from (made.to_ndarray()[0] for made in resampler.resample(frame))
+        yield from (made.to_ndarray()[0] for made in resampler.resample(None))

@@ -11,33 +11,37 @@ orientation that PNG and WebP may hold, does not know AVIF, and does not notice 
 import math
 import struct
 import threading
-from fractions import Fraction
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import av
-import soundfile
 from av.container import InputContainer
-from av.error import FFmpegError
+from av.error import ArgumentError
 from PIL import Image, UnidentifiedImageError
 
 from dflop.config import VideoConfig
 from dflop.shapes.endings import ends_whole, is_cut_off
-from dflop.shapes.records import Embedded, ImageSize, RecordError
+from dflop.shapes.media_limits import (
+    CLIP_FORMATS,
+    MOST_FRAME_PIXELS,
+    PICTURE_FORMATS,
+    MediaLimits,
+    decoding,
+    unreadable,
+)
+from dflop.shapes.records import Embedded, ImageSize
 from dflop.shapes.webp import webp_size
 
 __all__ = [
-    "IMAGE_ERRORS",
-    "AudioHeader",
     "VideoHeader",
-    "audio_header",
     "frame_indices",
     "header_of_opened",
     "image_size",
     "open_clip",
     "open_medium",
     "open_picture",
-    "too_many_pixels",
     "video_header",
 ]
 
@@ -51,30 +55,7 @@ class VideoHeader(NamedTuple):
     height: int
 
 
-class AudioHeader(NamedTuple):
-    """A sound's length and its own sample rate."""
-
-    seconds: float
-    rate_hz: int
-
-
-# What Pillow raises for damaged files, by format (ArithmeticError, AttributeError, TypeError: TIFF and SPIDER files).
-IMAGE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    Image.DecompressionBombError,
-    struct.error,
-)
-
 _pillows_limit = threading.Lock()
-
-# A week. A header that claims more is damaged, and would count as many audio windows as it claims.
-_MOST_SECONDS = 7 * 24 * 3600
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
@@ -92,70 +73,52 @@ def open_medium(medium: Path | Embedded) -> BinaryIO:
     return medium.open() if isinstance(medium, Embedded) else medium.open("rb")
 
 
-def open_picture(file: BinaryIO, name: str, max_pixels: int) -> Image.Image:
-    """Open a picture of at most `max_pixels` pixels; only its header is read.
+def open_picture(file: BinaryIO, name: str, limits: MediaLimits) -> Image.Image:
+    """Open a picture within the limits; only its header is read. To be called inside `decoding`.
 
     Pillow's own limit against decompression bombs would refuse large scans, or warn of them. That limit is a setting of
     the whole process, so it is switched off only while the header is read.
 
     Raises:
         RecordError: unreadable_media, when the picture has more pixels.
-        UnidentifiedImageError: when the file is not a picture. A damaged one may raise any of `IMAGE_ERRORS`.
+        UnidentifiedImageError: when the file is not a picture of `PICTURE_FORMATS`.
     """
     with _pillows_limit:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
-            image = Image.open(file)
+            image = Image.open(file, formats=PICTURE_FORMATS)
         finally:
             Image.MAX_IMAGE_PIXELS = limit
-    if image.width * image.height > max_pixels:
-        raise too_many_pixels(name, *image.size, max_pixels)
+    limits.check_picture(name, *image.size)
     return image
 
 
-def image_size(medium: Path | Embedded, max_pixels: int) -> ImageSize:
+def image_size(medium: Path | Embedded, limits: MediaLimits) -> ImageSize:
     """A picture's width and height in pixels as training sees them: after the EXIF orientation is applied.
 
     Raises:
         RecordError: unreadable_media.
     """
-    try:
-        with open_medium(medium) as file:
-            size = webp_size(file) or _size_by_pillow(medium, file, max_pixels)
-    except UnidentifiedImageError:
-        raise _unreadable(medium, _no_picture(medium)) from None
-    except IMAGE_ERRORS as error:
-        raise _unreadable(medium, error) from None
-    if size.width <= 0 or size.height <= 0:
-        raise _unreadable(medium, "no image size in its header")
-    if size.width * size.height > max_pixels:
-        raise too_many_pixels(medium.name, *size, max_pixels)
+    with decoding(medium.name), open_medium(medium) as file:
+        try:
+            size = webp_size(file) or _size_by_pillow(medium, file, limits)
+        except UnidentifiedImageError:
+            raise unreadable(medium.name, _no_picture(medium)) from None
+    limits.check_picture(medium.name, *size)
     return size
 
 
-def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, max_pixels: int) -> ImageSize:
+def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, limits: MediaLimits) -> ImageSize:
     file.seek(0)
-    with open_picture(file, medium.name, max_pixels) as image:
+    with open_picture(file, medium.name, limits) as image:
         # For a TIFF, Pillow gives the size with the orientation already applied.
         sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
         size = ImageSize(image.height, image.width) if sideways else ImageSize(image.width, image.height)
         is_whole = ends_whole(image, file)
     if not is_whole:
-        with open_medium(medium) as again, open_picture(again, medium.name, max_pixels) as image:
+        with open_medium(medium) as again, open_picture(again, medium.name, limits) as image:
             image.load()
     return size
-
-
-def too_many_pixels(name: str, width: int, height: int, max_pixels: int) -> RecordError:
-    """The error for a picture of more than `max_pixels` pixels."""
-    detail = f"{width} x {height} are {width * height:,} pixels, over {max_pixels:,} (`data.max_image_pixels`)"
-    return RecordError("unreadable_media", f"{name}: {detail}")
-
-
-def _unreadable(medium: Path | Embedded, why: object) -> RecordError:
-    """The error for a medium. Of a system's or FFmpeg's error it gives the text, without the error number and path."""
-    why = getattr(why, "strerror", None) or why
-    return RecordError("unreadable_media", f"{medium.name}: {' '.join(str(why).split())}")
 
 
 def _no_picture(medium: Path | Embedded) -> str:
@@ -163,7 +126,7 @@ def _no_picture(medium: Path | Embedded) -> str:
         head = file.read(12)
     if head[4:8] == b"ftyp" and head[8:] in _HEIC_BRANDS:
         return "it is a HEIC picture, which Pillow cannot read; convert it to JPEG (pillow-heif can)"
-    return "it is no picture of a known format"
+    return f"it is no picture of a known format ({', '.join(PICTURE_FORMATS)})"
 
 
 def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:
@@ -188,27 +151,46 @@ def _has_exif_behind_pixels(medium: Path | Embedded) -> bool:
     return False
 
 
-def open_clip(medium: Path | Embedded) -> InputContainer:
-    """Open a clip's container. Titles and comments that are not UTF-8 are no reason to refuse it."""
-    file = medium.open() if isinstance(medium, Embedded) else str(medium)
-    return av.open(file, metadata_errors="replace")
+@contextmanager
+def open_clip(medium: Path | Embedded, limits: MediaLimits) -> Iterator[InputContainer]:
+    """Open a clip's or sound's container, of `CLIP_FORMATS`. Titles and comments that are not UTF-8 are no reason to
+    refuse it.
+
+    Raises:
+        RecordError: unreadable_media, also for whatever is raised while it is open.
+    """
+    options = {
+        "format_whitelist": ",".join(CLIP_FORMATS),
+        "protocol_whitelist": "file",
+        "max_pixels": str(MOST_FRAME_PIXELS),
+    }
+    with decoding(medium.name):
+        file = medium.open() if isinstance(medium, Embedded) else str(medium)
+        try:
+            container = av.open(file, metadata_errors="replace", options=options, timeout=limits.max_decode_s)
+        except ArgumentError:  # what FFmpeg says of a format that is not listed
+            raise unreadable(medium.name, f"it is of no known format ({', '.join(CLIP_FORMATS)})") from None
+        with container:
+            for stream in container.streams.video:
+                if stream.codec_context is not None:
+                    stream.codec_context.options = {"max_pixels": options["max_pixels"]}
+            yield container
 
 
-def video_header(medium: Path | Embedded) -> VideoHeader:
+def video_header(medium: Path | Embedded, limits: MediaLimits) -> VideoHeader:
     """Frame count, rate and size of a clip's first video stream.
 
     Raises:
         RecordError: unreadable_media.
     """
-    try:
-        with open_clip(medium) as container:
-            header, _ = header_of_opened(container, medium)
-    except (FFmpegError, OSError) as error:
-        raise _unreadable(medium, error) from None
+    with open_clip(medium, limits) as container:
+        header, _ = header_of_opened(container, medium, limits)
     return header
 
 
-def header_of_opened(container: InputContainer, medium: Path | Embedded) -> tuple[VideoHeader, bool]:
+def header_of_opened(
+    container: InputContainer, medium: Path | Embedded, limits: MediaLimits
+) -> tuple[VideoHeader, bool]:
     """The header of an open clip, and whether the container is still at its beginning.
 
     If the header does not give the number of frames (Matroska, WebM), or the file is shorter than its header says, the
@@ -216,64 +198,27 @@ def header_of_opened(container: InputContainer, medium: Path | Embedded) -> tupl
 
     Raises:
         RecordError: unreadable_media, when the clip has no video, frames or frame rate, or its codec is unknown.
-        FFmpegError: when the file cannot be read through.
     """
     if not container.streams.video:
-        raise _unreadable(medium, "it has no video stream")
+        raise unreadable(medium.name, "it has no video stream")
     stream = container.streams.video[0]
     if stream.codec_context is None:
-        raise _unreadable(medium, "its video is of an unknown codec")
+        raise unreadable(medium.name, "its video is of an unknown codec")
     fps = float(stream.average_rate or stream.base_rate or 0)
     num_frames = stream.frames
     is_counted = bool(num_frames) and not _is_cut_off(medium)
     if not is_counted:
-        num_frames = sum(packet.size > 0 and not packet.is_corrupt for packet in container.demux(stream))
+        num_frames = sum(
+            packet.size > 0 and not packet.is_corrupt for packet in limits.in_time(medium.name, container.demux(stream))
+        )
     if num_frames <= 0 or fps <= 0:
-        raise _unreadable(medium, "it has no frames or no frame rate")
+        raise unreadable(medium.name, "it has no frames or no frame rate")
     return VideoHeader(num_frames, fps, stream.width, stream.height), is_counted
 
 
 def _is_cut_off(medium: Path | Embedded) -> bool:
     with open_medium(medium) as file:
         return is_cut_off(file)
-
-
-def audio_header(medium: Path | Embedded) -> AudioHeader:
-    """Seconds and sample rate of a sound, by libsndfile, or by FFmpeg if libsndfile cannot read it (AAC, a clip).
-
-    Raises:
-        RecordError: unreadable_media.
-    """
-    try:
-        with open_medium(medium) as file:
-            info = soundfile.info(file)
-            header = AudioHeader(info.frames / info.samplerate, info.samplerate)
-    except (soundfile.SoundFileError, OSError, TypeError, ZeroDivisionError):  # TypeError: a name that ends in .raw
-        header = None
-    if header is None or header.seconds <= 0:
-        header = _sound_stream(medium)
-    if header.seconds <= 0:
-        raise _unreadable(medium, "it is zero seconds long")
-    if header.seconds > _MOST_SECONDS:
-        raise _unreadable(medium, f"its header says that it lasts {header.seconds:,.0f} seconds")
-    return header
-
-
-def _sound_stream(medium: Path | Embedded) -> AudioHeader:
-    try:
-        with open_clip(medium) as container:
-            if not container.streams.audio:
-                raise _unreadable(medium, "it has no sound")
-            stream = container.streams.audio[0]
-            if stream.codec_context is None:
-                raise _unreadable(medium, "its sound is of an unknown codec")
-            if stream.duration is not None:
-                seconds = float(stream.duration * (stream.time_base or Fraction(0)))
-            else:
-                seconds = (container.duration or 0) / av.time_base
-            return AudioHeader(seconds, stream.rate)
-    except (FFmpegError, OSError) as error:
-        raise _unreadable(medium, error) from None
 
 
 def frame_indices(header: VideoHeader, video: VideoConfig) -> list[int]:

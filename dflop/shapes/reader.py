@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +16,10 @@ import numpy as np
 
 from dflop.config import DataConfig
 from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
-from dflop.shapes.media import (
-    AudioHeader,
-    VideoHeader,
-    audio_header,
-    frame_indices,
-    image_size,
-    too_many_pixels,
-    video_header,
-)
+from dflop.shapes.media import VideoHeader, frame_indices, image_size, video_header
+from dflop.shapes.media_limits import MediaLimits
 from dflop.shapes.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
+from dflop.shapes.sounds import AudioHeader, audio_header
 from dflop.shapes.text import TokenizedText
 
 __all__ = ["MediumShape", "MediumSize", "PlacedText", "ShapeReader", "expand_text", "place_positions"]
@@ -86,11 +80,10 @@ class PlacedText(NamedTuple):
 _Header = ImageSize | VideoHeader | AudioHeader
 
 
-def _header_of(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
+def _header_of(medium: Medium, media_root: Path, limits: MediaLimits) -> _Header:
     file = resolve_medium(media_root, medium)
-    if medium.kind == "image":
-        return image_size(file, max_pixels)
-    return video_header(file) if medium.kind == "video" else audio_header(file)
+    read = {"image": image_size, "video": video_header, "audio": audio_header}[medium.kind]
+    return read(file, limits)
 
 
 @dataclass(frozen=True)
@@ -99,16 +92,20 @@ class ShapeReader:
 
     rules: ShapeRules
     data: DataConfig
-    read_header: Callable[[Medium, Path, int], _Header] = _header_of
+    read_header: Callable[[Medium, Path, MediaLimits], _Header] = _header_of
+
+    @cached_property
+    def limits(self) -> MediaLimits:
+        return MediaLimits.of(self.data)
 
     def remembering(self) -> "ShapeReader":
         """A copy for one pass over many records: it remembers headers, so that a file that many records name is opened
         once."""
         kept = lru_cache(_MOST_HEADERS)(_header_of)
 
-        def read_header(medium: Medium, media_root: Path, max_pixels: int) -> _Header:
+        def read_header(medium: Medium, media_root: Path, limits: MediaLimits) -> _Header:
             is_file = isinstance(medium.file, str)
-            return (kept if is_file else _header_of)(medium, media_root, max_pixels)
+            return (kept if is_file else _header_of)(medium, media_root, limits)
 
         return replace(self, read_header=read_header)
 
@@ -169,14 +166,14 @@ class ShapeReader:
     def _read_medium(self, medium: Medium, media_root: Path, num_images: int) -> MediumShape:
         if medium.size is not None:
             _refuse_escape(medium, media_root)
-            if medium.size.width * medium.size.height > self.data.max_image_pixels:
-                raise too_many_pixels(str(medium.file), *medium.size, self.data.max_image_pixels)
+            self.limits.check_picture(str(medium.file), *medium.size)
             return self._image(medium.size, num_images)
-        header = self.read_header(medium, media_root, self.data.max_image_pixels)
+        header = self.read_header(medium, media_root, self.limits)
         if isinstance(header, ImageSize):
             return self._image(header, num_images)
         if isinstance(header, VideoHeader):
             num_frames = len(frame_indices(header, self.data.video))
+            self.limits.check_clip(str(medium.file), num_frames, header.width, header.height)
             frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST)
             rate_uhz = min(round(1e6 * header.fps), _MOST)
             return self._video(ImageSize(header.width, header.height), num_frames, frame_us, rate_uhz)

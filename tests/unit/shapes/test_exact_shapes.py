@@ -38,6 +38,7 @@ from dflop.loading.dataset import EncoderFeed, MicrobatchJob, MicrobatchLoader, 
 from dflop.models import load_model_spec, load_runtime
 from dflop.shapes import ChatTokenizer, ShapeProfiler, ShapeReader, Source, SourceRecords
 from dflop.shapes.media import frame_indices, video_header
+from dflop.shapes.media_limits import MediaLimits
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.records import Record, parse_record
 from dflop.shapes.samples import MEDIA_COLUMNS
@@ -133,8 +134,9 @@ def processed_by_qwen(processor, record: Record, root: Path, row: dict) -> tuple
             wanted = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "np"}
             (text,) = processor._process_audio([samples], **wanted)[1]
         elif isinstance(processor, Qwen3VLProcessor):
-            header = video_header(root / medium.file)
-            indices = frame_indices(header, load_config().data.video)
+            data = load_config().data
+            header = video_header(root / medium.file, MediaLimits.of(data))
+            indices = frame_indices(header, data.video)
             side = smart_resize(len(indices), height, width, 2, 32, 64 * 64, 24 * 1024 * 1024)
             grids.append(np.array([-(-len(indices) // 2), side[0] // 16, side[1] // 16]))
             about = SimpleNamespace(fps=header.fps, frames_indices=np.array(indices))

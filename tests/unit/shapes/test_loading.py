@@ -272,7 +272,7 @@ def test_a_file_whose_body_is_damaged_becomes_as_many_blank_items_as_its_header_
         path.write_bytes(content[:3000] + bytes(3000) + content[6000:])
     else:
         path = tmp_path / "clip.mp4"
-        body = content.index(b"mdat") + 4  # the header stands before it
+        body = content.index(b"mdat") + 64  # the header stands before it, and the frames' size
         content[body:] = bytes(len(content) - body)
         path.write_bytes(content)
     manifest = tmp_path / "train.json"

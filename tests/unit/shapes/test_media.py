@@ -4,6 +4,7 @@ import io
 import resource
 import struct
 import zlib
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -13,18 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 
-from dflop.config import VideoConfig
-from dflop.shapes.media import VideoHeader, audio_header, frame_indices, image_size, video_header
+from dflop.config import DataConfig, VideoConfig
+from dflop.shapes import media, sounds
+from dflop.shapes.media import VideoHeader, frame_indices
+from dflop.shapes.media_limits import MediaLimits
 from dflop.shapes.records import EmbeddedBytes, RecordError
 
 # Pillow warns of what is wrong in a TIFF before it gives up.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
-MAX_PIXELS = 200_000_000
+LIMITS = MediaLimits.of(DataConfig())
 
 
-def picture_size(path):
-    return image_size(path, MAX_PIXELS)
+def picture_size(path, max_pixels=200_000_000):
+    return media.image_size(path, replace(LIMITS, max_image_pixels=max_pixels))
+
+
+def video_header(path):
+    return media.video_header(path, LIMITS)
+
+
+def audio_header(path):
+    return sounds.audio_header(path, LIMITS)
 
 
 READERS = {
@@ -143,7 +154,7 @@ def test_a_webp_is_as_large_as_it_is_once_decoded(tmp_path, name, mode, size):
     Image.new(mode, size, (9, 9, 9, 99)[: len(mode)]).save(path, **WEBP[name] | options)
     with Image.open(path) as image:
         assert picture_size(path) == ImageOps.exif_transpose(image).size
-    refusal(lambda path: image_size(path, size[0] * size[1] - 1), path)
+    refusal(lambda path: picture_size(path, size[0] * size[1] - 1), path)
 
 
 @pytest.mark.parametrize("suffix", [".webp", ".jpg", ".png"])
@@ -193,8 +204,8 @@ def test_bytes_behind_a_pictures_end_are_no_reason_to_refuse_it(tmp_path, suffix
 def test_a_large_scan_is_only_measured_and_a_larger_one_refused_by_its_header(tmp_path):
     path = tmp_path / "scan.png"
     Image.new("1", (12_000, 9_000)).save(path)
-    assert image_size(path, 12_000 * 9_000) == (12_000, 9_000)
-    detail = refusal(lambda path: image_size(path, 12_000 * 9_000 - 1), path)
+    assert picture_size(path, 12_000 * 9_000) == (12_000, 9_000)
+    detail = refusal(lambda path: picture_size(path, 12_000 * 9_000 - 1), path)
     assert "12000 x 9000 are 108,000,000 pixels, over 107,999,999 (`data.max_image_pixels`)" in detail
 
 
@@ -368,7 +379,7 @@ def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
     content[21] |= 0x0F  # the upper bits of the number of samples
     content[22:26] = b"\xff" * 4
     path.write_bytes(content)
-    assert "its header says that it lasts 4,294,967 seconds" in refusal(audio_header, path)
+    assert "4,294,967 s at 16,000 Hz are 206,158,430,205 samples" in refusal(audio_header, path)
 
 
 def test_a_sound_named_raw_is_measured_by_its_content(folder, tmp_path):

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from dflop.config import VideoConfig
+from dflop.config import DataConfig, VideoConfig
 from dflop.loading.decoding import MediaDecoder
 from dflop.loading.sounds import read_sound
 from dflop.models import SOUND_RATE_HZ
-from dflop.shapes.media import audio_header
+from dflop.shapes.media_limits import MediaLimits
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.records import Medium, RecordError
+from dflop.shapes.sounds import audio_header
+
+LIMITS = MediaLimits.of(DataConfig())
 
 
 def tone(seconds: float, rate_hz: int, hz: float = 440.0) -> np.ndarray:
@@ -34,8 +37,8 @@ def write_aac(path: Path, samples: np.ndarray, rate_hz: int) -> None:
 def test_a_sound_is_as_long_as_its_header_says_and_sounds_the_same(tmp_path, ending, rate_hz):
     path = tmp_path / f"sound.{ending}"
     soundfile.write(path, np.stack([tone(1.3, rate_hz)] * 2, axis=1), rate_hz)
-    seconds, rate = audio_header(path)
-    samples = read_sound(path)
+    seconds, rate = audio_header(path, LIMITS)
+    samples = read_sound(path, LIMITS)
     assert samples.dtype == np.float32
     assert len(samples) == -(-round(seconds * rate) * SOUND_RATE_HZ // rate)
     middle, expected = samples[4000:12_000], tone(1.3, SOUND_RATE_HZ)[4000:12_000]
@@ -47,13 +50,13 @@ def test_a_sound_is_as_long_as_its_header_says_and_sounds_the_same(tmp_path, end
 def test_two_channels_are_heard_as_their_mean(tmp_path):
     path = tmp_path / "stereo.wav"
     soundfile.write(path, np.stack([np.full(800, 0.5), np.full(800, -0.25)], axis=1), SOUND_RATE_HZ, subtype="FLOAT")
-    np.testing.assert_allclose(read_sound(path), 0.125)
+    np.testing.assert_allclose(read_sound(path, LIMITS), 0.125)
 
 
 def test_what_libsndfile_cannot_read_is_read_by_ffmpeg(tmp_path):
     path = tmp_path / "sound.m4a"
     write_aac(path, tone(2.0, 32_000), 32_000)
-    samples = read_sound(path)
+    samples = read_sound(path, LIMITS)
     assert abs(len(samples) - 2 * SOUND_RATE_HZ) < SOUND_RATE_HZ // 5
     loudest = np.abs(np.fft.rfft(samples[8000:24_000])).argmax()
     assert loudest == 440
@@ -70,7 +73,7 @@ class Waves:
 
 def decode(path: Path, num_samples: int) -> tuple[np.ndarray, list[str], list[Medium]]:
     unreadable, blank = [], []
-    decoder = MediaDecoder(Waves(), VideoConfig(), 1 << 30, unreadable, blank)
+    decoder = MediaDecoder(Waves(), VideoConfig(), LIMITS, unreadable, blank)
     (samples,) = decoder.items_of(
         [Medium("audio", path.name)], [MediumSize(0, 0, 0, num_samples=num_samples)], path.parent
     )
@@ -80,7 +83,7 @@ def decode(path: Path, num_samples: int) -> tuple[np.ndarray, list[str], list[Me
 def test_a_sound_of_another_length_than_profiled_is_cut_or_goes_on_in_silence_and_that_is_said(tmp_path):
     path = tmp_path / "sound.wav"
     soundfile.write(path, tone(1.0, SOUND_RATE_HZ), SOUND_RATE_HZ, subtype="FLOAT")
-    whole = read_sound(path)
+    whole = read_sound(path, LIMITS)
     for num_samples in (16_000, 16_100, 15_900):
         samples, unreadable, blank = decode(path, num_samples)
         np.testing.assert_array_equal(samples[:15_900], whole[:15_900])
@@ -94,8 +97,8 @@ def test_a_sound_of_another_length_than_profiled_is_cut_or_goes_on_in_silence_an
 def test_a_sound_that_cannot_be_decoded_is_silence_of_which_nothing_is_learned(tmp_path):
     path = tmp_path / "sound.wav"
     path.write_bytes(b"no sound at all")
-    with pytest.raises(RecordError, match=r"sound\.wav: no sound could be decoded"):
-        read_sound(path)
+    with pytest.raises(RecordError, match=r"sound\.wav: Invalid data found"):
+        read_sound(path, LIMITS)
     samples, unreadable, blank = decode(path, 500)
     assert len(samples) == 500
     assert not samples.any()

@@ -1,0 +1,268 @@
+"""Media that lie or bite cost their record when they are profiled, or their sample when they are loaded, never more.
+
+Nothing that is no picture, clip or sound of a listed format is opened; no header decides how much memory is asked for.
+"""
+
+import io
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from fuzzing import fuzz
+from PIL import Image
+
+from dflop.config import DataConfig, load_config
+from dflop.loading.decoding import MediaDecoder
+from dflop.models import load_model_spec
+from dflop.shapes import ShapeReader
+from dflop.shapes.media_limits import decoding
+from dflop.shapes.reader import MediumSize
+from dflop.shapes.records import EmbeddedBytes, Medium, Record, RecordError
+
+# Pillow warns of what is wrong in a picture before it gives up.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+
+
+class Seen:
+    """A processor that gives the media back as they were decoded: sizes of pictures and frames, samples of sounds."""
+
+    item_shape = ()
+
+    def images(self, pictures):
+        return [np.array([picture.size]) for picture in pictures]
+
+    def frames(self, frames):
+        return np.array([frame.size for frame in frames])
+
+    def sound(self, samples):
+        return samples
+
+
+@pytest.fixture(scope="module")
+def reader() -> ShapeReader:
+    config = load_config({"model": {"family": "qwen2_5_omni_thinker", "preset": "tiny"}})
+    return ShapeReader(load_model_spec(config.model).rules, DataConfig())
+
+
+def profiled(reader: ShapeReader, medium: Medium, root: Path) -> MediumSize:
+    (shape,) = reader.read_media(Record(None, (medium,), ()), root)
+    return MediumSize(*shape.size, shape.num_frames, shape.frame_us, shape.num_samples, shape.rate_uhz)
+
+
+def loaded(reader: ShapeReader, medium: Medium, size: MediumSize, root: Path) -> tuple[np.ndarray, list[str], bool]:
+    """A medium of this profiled size as training loads it, what is said of it, and whether it became blank."""
+    said, blank = [], []
+    (items,) = MediaDecoder(Seen(), reader.data.video, reader.limits, said, blank).items_of([medium], [size], root)
+    return items, said, bool(blank)
+
+
+def profile_and_load(reader: ShapeReader, kind: str, file: Path) -> None:
+    """Profile a file, which may be refused, and load it: it must have the size that was profiled."""
+    medium = Medium(kind, file.name)
+    size = profiled(reader, medium, file.parent)
+    items, _, _ = loaded(reader, medium, size, file.parent)
+    if kind == "audio":
+        assert len(items) == size.num_samples
+        assert np.abs(items).max(initial=0) < np.inf
+    else:
+        assert items.tolist() == [list(size.pixels)] * max(1, size.num_frames)
+
+
+def refusal(reader: ShapeReader, medium: Medium, root: Path = Path()) -> str:
+    with pytest.raises(RecordError) as caught:
+        profiled(reader, medium, root)
+    assert caught.value.reason == "unreadable_media"
+    return caught.value.detail
+
+
+def clip(ending: str, codec: str, size: tuple[int, int] = (32, 32), pixels: str = "yuv420p") -> bytes:
+    made = io.BytesIO()
+    with av.open(made, "w", format={"mkv": "matroska", "ts": "mpegts"}.get(ending, ending)) as container:
+        stream = container.add_stream(codec, rate=4)
+        stream.width, stream.height, stream.pix_fmt = *size, pixels
+        for number in range(8):
+            shade = np.full((size[1], size[0], 3), number * 9, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
+        container.mux(stream.encode(None))
+    return made.getvalue()
+
+
+def sound(ending: str, num_channels: int = 2) -> bytes:
+    made = io.BytesIO()
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, (1600, num_channels))
+    soundfile.write(made, samples, 16_000, format="AIFF" if ending == "aif" else ending.upper())
+    return made.getvalue()
+
+
+def aac() -> bytes:
+    made = io.BytesIO()
+    with av.open(made, "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8_000), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        for packet in (*stream.encode(frame), *stream.encode(None)):
+            container.mux(packet)
+    return made.getvalue()
+
+
+def wav(rate_hz: int, num_samples: int = 1000) -> bytes:
+    form = struct.pack("<IHHIIHH", 16, 1, 1, rate_hz, 2 * rate_hz & 0xFFFFFFFF, 2, 16)
+    data = bytes(2 * num_samples)
+    return (
+        b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + form + b"data" + struct.pack("<I", len(data)) + data
+    )
+
+
+def flac_that_claims(seconds: int) -> bytes:
+    made = io.BytesIO()
+    soundfile.write(made, np.zeros((4096, 1)), 48_000, format="FLAC")
+    content = bytearray(made.getvalue())
+    claimed = int.from_bytes(content[18:26], "big") >> 36 << 36 | 48_000 * seconds
+    content[18:26] = claimed.to_bytes(8, "big")
+    return bytes(content)
+
+
+def test_damaged_pictures_are_refused_or_load_as_they_were_profiled(reader, tmp_path):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 32, 3), dtype=np.uint8))
+    good = {}
+    for ending in ("jpg", "png", "webp", "gif", "bmp", "tif", "ppm", "avif"):
+        for mode in ("RGB", "L"):
+            made = io.BytesIO()
+            noise.convert(mode).save(made, Image.registered_extensions()[f".{ending}"])
+            good[f"{mode}.{ending}"] = made.getvalue()
+    fuzz(good, lambda file: profile_and_load(reader, "image", file), RecordError, tmp_path)
+
+
+def test_damaged_clips_are_refused_or_load_as_they_were_profiled(reader, tmp_path):
+    good = {
+        "clip.mp4": clip("mp4", "mpeg4"),
+        "clip.mkv": clip("mkv", "mpeg4"),
+        "clip.avi": clip("avi", "mpeg4"),
+        "clip.webm": clip("webm", "libvpx"),
+        "clip.ts": clip("ts", "mpeg2video"),
+        "clip.gif": clip("gif", "gif", pixels="rgb8"),
+    }
+    fuzz(good, lambda file: profile_and_load(reader, "video", file), RecordError, tmp_path, num_files=150)
+
+
+def test_damaged_sounds_are_refused_or_load_as_they_were_profiled(reader, tmp_path):
+    good = {f"sound.{ending}": sound(ending) for ending in ("wav", "flac", "ogg", "mp3", "aif", "au", "w64", "caf")}
+    good |= {"sound.m4a": aac()}
+    fuzz(good, lambda file: profile_and_load(reader, "audio", file), RecordError, tmp_path, num_files=150)
+
+
+def test_a_picture_that_is_postscript_is_given_to_no_program(reader, tmp_path, monkeypatch):
+    """Pillow would run Ghostscript, which here is a program that leaves a trace."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\necho 10.0\ntouch {tmp_path}/was-run\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "pic.jpg").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 48\n%%EndComments\n/x 1 def\nshowpage\n%%EOF\n"
+    )
+    medium = Medium("image", "pic.jpg")
+    assert "no picture of a known format (JPEG, PNG," in refusal(reader, medium, tmp_path)
+    _, said, is_blank = loaded(reader, medium, MediumSize(64, 48, 0), tmp_path)
+    assert is_blank
+    assert "nothing is learned from its sample" in said[0]
+    assert not (tmp_path / "was-run").exists()
+
+
+PLAYLIST = "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:1\n#EXTINF:1.0,\nfile://{file}\n"
+NAMES_OTHERS = {
+    "clip.m3u8": PLAYLIST + "#EXT-X-ENDLIST\n",
+    "live.m3u8": PLAYLIST,  # FFmpeg would wait for ever for more of it
+    "list.mp4": "ffconcat version 1.0\nfile {name}\n",
+    "sdp.mp4": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+    "a=rtpmap:96 H264/90000\n",
+}
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+@pytest.mark.parametrize("name", NAMES_OTHERS)
+def test_a_file_that_names_other_files_or_a_connection_is_refused_unopened(reader, tmp_path, monkeypatch, name, kind):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real.ts").write_bytes(clip("ts", "mpeg2video"))
+    root = tmp_path / "root"
+    root.mkdir()
+    content = NAMES_OTHERS[name].format(file=tmp_path / "real.ts", name="real.ts").encode()
+    (root / name).write_bytes(content)
+    for medium in (Medium(kind, name), Medium(kind, EmbeddedBytes("clip.mp4", content))):
+        said = refusal(reader, medium, root)
+        assert "of no known format (mov, matroska," in said or "Invalid data found" in said
+
+
+@pytest.mark.parametrize("rate_hz", [1, 767_999, 999_983, 2**31 - 1])
+def test_a_rate_that_no_sound_has_is_refused(reader, rate_hz):
+    said = refusal(reader, Medium("audio", EmbeddedBytes("s.wav", wav(rate_hz, 10_000))))
+    assert "Hz is no sound's rate" in said or "too little in common" in said
+
+
+def test_a_sound_that_claims_days_is_refused_and_one_that_claims_minutes_is_silent_behind_its_end(reader):
+    days, minutes = (Medium("audio", EmbeddedBytes("s.flac", flac_that_claims(60 * number))) for number in (8640, 5))
+    assert "518,400 s at 48,000 Hz are 24,883,200,000 samples, over 691,200,000" in refusal(reader, days)
+    size = profiled(reader, minutes, Path())
+    assert size.num_samples == 300 * 16_000
+    samples, said, is_blank = loaded(reader, minutes, size, Path())
+    assert len(samples) == size.num_samples
+    assert not is_blank
+    assert "s of sound, it was profiled with 300 s" in said[0]
+    # A sound that grew after it was profiled is not even read.
+    _, said, is_blank = loaded(reader, days, size, Path())
+    assert is_blank
+    assert "(`data.max_audio_samples`); nothing is learned from its sample" in said[0]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_a_sound_of_values_that_would_spoil_the_loss_is_silence_of_which_nothing_is_learned(reader, value):
+    made = io.BytesIO()
+    soundfile.write(made, np.full(1000, value), 16_000, format="WAV", subtype="FLOAT")
+    medium = Medium("audio", EmbeddedBytes("s.wav", made.getvalue()))
+    samples, said, is_blank = loaded(reader, medium, profiled(reader, medium, Path()), Path())
+    assert is_blank
+    assert not samples.any()
+    assert "no numbers of a sound" in said[0]
+
+
+def test_a_clip_whose_frames_change_their_size_is_scaled_to_the_profiled_one(reader):
+    content = clip("ts", "mpeg2video", (64, 48)) + clip("ts", "mpeg2video", (96, 80))
+    medium = Medium("video", EmbeddedBytes("clip.ts", content))
+    size = profiled(reader, medium, Path())
+    sizes, said, is_blank = loaded(reader, medium, size, Path())
+    assert sizes.tolist() == [[64, 48]] * size.num_frames
+    assert not is_blank
+    assert said == ["clip.ts: frames of (96, 80) pixels, it was profiled with (64, 48); they were scaled"]
+
+
+def test_a_clip_of_too_many_pixels_is_refused_by_its_header(reader):
+    medium = Medium("video", EmbeddedBytes("clip.mp4", clip("mp4", "mpeg4")))
+    strict = replace(reader, data=replace(reader.data, max_clip_pixels=2 * 32 * 32 - 1))
+    assert "2 frames of 32 x 32 are 2,048 pixels, over 2,047 (`data.max_clip_pixels`)" in refusal(strict, medium)
+    assert profiled(reader, medium, Path()).num_frames == 2
+
+
+HASTY = {
+    "clip.mkv": clip("mkv", "mpeg4"),
+    "clip.mp4": clip("mp4", "mpeg4"),
+    "sound.wav": sound("wav"),
+    "sound.m4a": aac(),
+}
+
+
+@pytest.mark.parametrize("name", HASTY)
+def test_a_medium_that_takes_too_long_is_blank(reader, name):
+    medium = Medium("video" if name.startswith("clip") else "audio", EmbeddedBytes(name, HASTY[name]))
+    hasty = replace(reader, data=replace(reader.data, max_decode_s=1e-9))
+    _, said, is_blank = loaded(hasty, medium, profiled(reader, medium, Path()), Path())
+    assert is_blank
+    assert "nothing is learned from its sample" in said[0]
+    if name == "clip.mkv":  # whose frames are counted
+        refusal(hasty, medium)
+
+
+def test_whatever_a_decoder_raises_is_a_refusal_that_says_what_it_was():
+    with pytest.raises(RecordError, match=r"^a\.jpg: MemoryError$"), decoding("a.jpg"):
+        raise MemoryError
