@@ -73,7 +73,7 @@ class DataConfig:
     max_image_pixels: kinds.Count = 178_956_970
     max_clip_pixels: kinds.Count = 1 << 31
     max_audio_samples: kinds.Count = 691_200_000
-    max_decode_s: kinds.AboveZero = 600.0
+    max_decode_s: kinds.AboveZero = 30.0
     video: VideoConfig = field(default_factory=VideoConfig)
     audio: AudioConfig = field(default_factory=AudioConfig)
 
