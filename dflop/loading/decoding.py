@@ -80,7 +80,7 @@ class MediaDecoder:
         try:
             picture = _decoded_picture(file, self.limits)
         except RecordError as error:
-            self._say_blank(medium, error.detail)
+            self._say_blank(medium, _why(error, file))
             return Image.new("RGB", size.pixels)
         if picture.size == size.pixels:
             return picture
@@ -93,7 +93,7 @@ class MediaDecoder:
         try:
             samples = read_sound(file, self.limits)
         except RecordError as error:
-            self._say_blank(medium, error.detail)
+            self._say_blank(medium, _why(error, file))
             return np.zeros(size.num_samples, dtype=np.float32)
         if abs(len(samples) - size.num_samples) > _TOLERATED_SAMPLES:
             profiled, found = (count / SOUND_RATE_HZ for count in (size.num_samples, len(samples)))
@@ -111,7 +111,7 @@ class MediaDecoder:
         try:
             frames += self._decoded_frames(file, size)
         except RecordError as error:
-            why = error.detail
+            why = _why(error, file)
         if not frames:
             self._say_blank(medium, f"no frame could be decoded: {why}")
             frames.append(Image.new("RGB", size.pixels))
@@ -141,6 +141,11 @@ class MediaDecoder:
                     self.unreadable.append(f"{said}; they were scaled")
                     is_said = True
                 yield frame.to_image(width=size.width, height=size.height)
+
+
+def _why(error: RecordError, file: Path | Embedded) -> str:
+    """What is wrong with a medium, without its name, which begins the sentence."""
+    return error.detail.removeprefix(f"{file.name}: ")
 
 
 def _decoded_picture(file: Path | Embedded, limits: MediaLimits) -> Image.Image:
