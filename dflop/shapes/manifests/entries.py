@@ -14,9 +14,12 @@ from typing import Any, NamedTuple, Protocol
 from dflop.base import UserError
 from dflop.shapes.records import RecordError
 
-__all__ = ["CUT_OFF", "DIGEST_BYTES", "EntryReader", "RecordSpan", "UnreadableFile", "digest_of"]
+__all__ = ["CUT_OFF", "DIGEST_BYTES", "MAX_RECORD_BYTES", "EntryReader", "RecordSpan", "UnreadableFile", "digest_of"]
 
 DIGEST_BYTES = 16
+
+# The longest text of a record, media aside. As JSON such a text may become 24 times as many bytes of Python's objects.
+MAX_RECORD_BYTES = 32 << 20
 
 # The detail of a record that is broken because its file ends inside it.
 CUT_OFF = "the file is cut off here"

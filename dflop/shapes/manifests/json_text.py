@@ -15,14 +15,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflop.shapes.manifests.entries import CUT_OFF, DIGEST_BYTES, RecordSpan, UnreadableFile
+from dflop.shapes.manifests.entries import CUT_OFF, DIGEST_BYTES, MAX_RECORD_BYTES, RecordSpan, UnreadableFile
 from dflop.shapes.records import RecordError
 
 __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]
 
 _CHUNK_BYTES = 8 << 20
-# Longer than any record: a quote or bracket that is never closed would otherwise take the whole file into memory.
-_MAX_RECORD_BYTES = 256 << 20
 # An element longer than this is searched for other records inside it.
 _LONG_RECORD_BYTES = 256 << 10
 # The first whole record after a damaged one must be shorter than this to be found; a longer one is lost, too.
@@ -68,7 +66,7 @@ class _JsonReader:
         self._file = file
 
     def read(self, start: int, end: int) -> Any | RecordError:
-        if end - start > _MAX_RECORD_BYTES:
+        if end - start > MAX_RECORD_BYTES:
             return RecordError(
                 "bad_record",
                 f"{self.path.name}, byte {start:,}: {end - start:,} bytes up to the next record; "
@@ -111,11 +109,11 @@ class JsonLinesReader(_JsonReader):
     def scan(self) -> Iterator[RecordSpan]:
         position = self._start
         self._file.seek(position)
-        while line := self._file.readline(_MAX_RECORD_BYTES + 1):
+        while line := self._file.readline(MAX_RECORD_BYTES + 1):
             num_bytes = len(line)
             rest = line
-            while len(rest) > _MAX_RECORD_BYTES and not rest.endswith(b"\n"):  # too long to be a record
-                rest = self._file.readline(_MAX_RECORD_BYTES + 1)
+            while len(rest) > MAX_RECORD_BYTES and not rest.endswith(b"\n"):  # too long to be a record
+                rest = self._file.readline(MAX_RECORD_BYTES + 1)
                 num_bytes += len(rest)
             if content := line.strip(_SPACE):
                 yield RecordSpan(position, position + num_bytes, _digest(content))
@@ -148,7 +146,7 @@ class JsonListReader(_JsonReader):
                 continue
             if found := self._next_record(max(start, searched), end):
                 end, resumed = found
-                yield RecordSpan(start, end, _digest(self._read_bytes(start, min(end, start + _MAX_RECORD_BYTES))))
+                yield RecordSpan(start, end, _digest(self._read_bytes(start, min(end, start + MAX_RECORD_BYTES))))
                 return resumed
             searched = end
             if content is not None:
@@ -174,7 +172,7 @@ class JsonListReader(_JsonReader):
                 if content or not is_over or begin > self._start:  # an empty list has no record, `[1, ]` has a bad one
                     yield begin, position + cut, content
                 begin, used, pending = position + cut + 1, cut + 1, bytearray()
-            if len(pending) <= _MAX_RECORD_BYTES:
+            if len(pending) <= MAX_RECORD_BYTES:
                 pending += chunk[used:]
             position += len(chunk)
             if len(pending) > _LONG_RECORD_BYTES or (position == self.size and not is_over):

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflop.shapes.manifests.entries import CUT_OFF, DIGEST_BYTES, RecordSpan, UnreadableFile
+from dflop.shapes.manifests.entries import CUT_OFF, DIGEST_BYTES, MAX_RECORD_BYTES, RecordSpan, UnreadableFile
 from dflop.shapes.records import MEDIA_KINDS, Embedded, RecordError, record_id
 
 __all__ = ["TarMember", "TarReader"]
@@ -25,9 +25,13 @@ _SUFFIXES = {
     "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"),
 }
 _TEXTS = (".json", ".txt")
-_MAX_TEXT_BYTES = 256 << 20
-# What reading a truncated or damaged archive raises (OverflowError: an absurd length of a long name).
-_DAMAGE = (tarfile.TarError, OSError, OverflowError)
+# The most bytes of a header that holds a long name or attributes of the next member.
+_MAX_HEADER_BYTES = 16 << 10
+_DESCRIBING = (b"x", b"g", b"X", b"L", b"K")
+# What reading a truncated or damaged archive raises.
+_DAMAGE = (tarfile.TarError, OSError)
+# What tarfile raises for headers with absurd numbers, and for a thousand headers of one member.
+_ABSURD = (ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,15 @@ class _FilePart(io.RawIOBase):
         super().close()
 
 
+class _Header(tarfile.TarInfo):
+    """A member's header; one that describes the next member must be short, as tarfile reads it whole."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _DESCRIBING and self.size > _MAX_HEADER_BYTES:
+            raise tarfile.InvalidHeaderError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(archive)
+
+
 class TarReader:
     """A tar file; a span is the bytes from a sample's first header to the next sample's."""
 
@@ -82,8 +95,8 @@ class TarReader:
         self.path = path
         self.size = path.stat().st_size
         try:
-            self._archive = tarfile.TarFile(path)
-        except tarfile.TarError as error:
+            self._archive = tarfile.TarFile(path, tarinfo=_Header)
+        except (tarfile.TarError, *_ABSURD) as error:
             raise UnreadableFile(
                 f"the manifest {path} is not a tar file that can be read ({error}); compressed archives must be "
                 "unpacked to plain tar first"
@@ -100,7 +113,7 @@ class TarReader:
                         yield RecordSpan(begin, position, digest.digest())
                     key, begin, digest = name, position, blake2b(digest_size=DIGEST_BYTES)
                 digest.update(f"{member.name}\0{member.size}\0".encode("utf-8", "surrogateescape"))
-                if suffix.lower().endswith(_TEXTS) and member.size <= _MAX_TEXT_BYTES:
+                if suffix.lower().endswith(_TEXTS) and member.size <= MAX_RECORD_BYTES and not member.issparse():
                     digest.update(self._text(member))
                 else:
                     digest.update(str(member.mtime).encode())
@@ -114,6 +127,9 @@ class TarReader:
     def read(self, start: int, end: int) -> Any | RecordError:
         try:
             members = [member for _, member in self._members(start, end)]
+            if sparse := next(filter(tarfile.TarInfo.issparse, members), None):
+                detail = f"{sparse.name} is sparse: it claims bytes that the archive does not hold; pack it without -S"
+                return RecordError("bad_record", f"{self.path.name}, byte {start:,}: {detail}")
             return self._record(members)
         except _DAMAGE as error:
             return RecordError("bad_record", f"{self.path.name}, byte {start:,}: {CUT_OFF} ({error})")
@@ -138,6 +154,8 @@ class TarReader:
                 member = archive.tarinfo.fromtarfile(archive)
             except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):
                 return
+            except _ABSURD as error:
+                raise tarfile.ReadError(str(error)) from None
             if member.isfile():
                 yield position, member
             if not position < archive.offset <= self.size:  # a damaged header may lead back, too
@@ -174,7 +192,7 @@ class TarReader:
         return raw
 
     def _text(self, member: tarfile.TarInfo) -> bytes:
-        if member.size > _MAX_TEXT_BYTES:
+        if member.size > MAX_RECORD_BYTES:
             raise ValueError(f"{member.name} is {member.size:,} bytes long")
         with self._archive.extractfile(member) as file:
             return file.read()

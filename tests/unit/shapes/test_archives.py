@@ -134,10 +134,46 @@ def test_a_picture_without_any_text_is_a_record_with_nothing_to_learn(profile_so
 
 
 def test_a_text_of_gigabytes_is_refused_unread(monkeypatch, records_of, write_tar):
-    monkeypatch.setattr(tar, "_MAX_TEXT_BYTES", 100)
+    monkeypatch.setattr(tar, "MAX_RECORD_BYTES", 100)
     good, broken = records_of(write_tar({"a": {".json": b'{"id": 1}'}, "b": {".json": b" " * 99 + b"{}"}}))
     assert good == {"id": 1}
     assert "b.json is 101 bytes long" in broken.detail
+
+
+@pytest.mark.parametrize("suffix", [".json", ".png"])
+def test_a_sparse_member_costs_its_sample_and_is_not_unfolded(records_of, suffix):
+    """A kilobyte of an archive may claim gigabytes of zeros."""
+    with tarfile.open("train.tar", "w") as archive:
+        for name in ("a", "b", "c"):
+            member, content = tarfile.TarInfo(f"{name}.json"), json.dumps({"id": name}).encode()
+            if name == "b":
+                member, content = tarfile.TarInfo(f"b{suffix}"), b"1\n0\n1\n".ljust(512, b"\0") + b"x"
+                claimed = {"major": "1", "minor": "0", "name": f"b{suffix}", "realsize": str(1 << 50)}
+                member.pax_headers = {f"GNU.sparse.{key}": value for key, value in claimed.items()}
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    first, broken, last = records_of(Path("train.tar"))
+    assert (first["id"], last["id"]) == ("a", "c")
+    assert f"b{suffix} is sparse" in broken.detail
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ({"comment": "x" * 20_000}, "a header of 20,018 bytes"),
+        ({"GNU.sparse.map": "0,x"}, "invalid literal"),
+    ],
+)
+def test_an_absurd_header_costs_its_sample_and_the_one_before(records_of, header, why):
+    with tarfile.open("train.tar", "w") as archive:
+        for name in ("a", "b", "c"):
+            member = tarfile.TarInfo(f"{name}.json")
+            member.size = 2
+            member.pax_headers = header if name == "c" else {}
+            archive.addfile(member, io.BytesIO(b"{}"))
+    first, broken = records_of(Path("train.tar"))
+    assert first["id"] == "a"
+    assert why in broken.detail
 
 
 def test_an_archive_cut_off_anywhere_keeps_the_samples_before(media, records_of, write_tar):

@@ -214,7 +214,7 @@ def test_brackets_nested_by_the_thousand_and_numbers_without_end_cost_their_reco
 
 
 def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_the_file_into_memory(monkeypatch):
-    monkeypatch.setattr(json_text, "_MAX_RECORD_BYTES", 50)
+    monkeypatch.setattr(json_text, "MAX_RECORD_BYTES", 50)
     good, broken = records_in('[{"a": 1}, {"a: 2}' + ", {}" * 100 + "]", chunk_bytes=8)
     assert good == {"a": 1}
     assert_bad(broken, "byte 10: 409 bytes up to the next record; is a quote or bracket not closed?")
@@ -297,7 +297,7 @@ def test_damage_in_many_places_costs_each_time_the_same_few_bytes_to_read(monkey
 
 
 def test_a_line_beyond_any_record_is_one_bad_record_and_is_not_read_whole(monkeypatch):
-    monkeypatch.setattr(json_text, "_MAX_RECORD_BYTES", 50)
+    monkeypatch.setattr(json_text, "MAX_RECORD_BYTES", 50)
     for num_bytes in (45, 100, 101, 102, 1000):
         records = records_in('{"a": 1}\n{"b": "' + "x" * num_bytes + '"}\n{"a": 2}\n', "train.jsonl")
         assert [record for record in records if not isinstance(record, RecordError)] == [{"a": 1}, {"a": 2}]
