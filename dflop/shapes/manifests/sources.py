@@ -4,7 +4,6 @@ A source's path may be a pattern (`shards-{000..127}.tar`, `*.parquet`), or a YA
 `datasets: [{json_path, sampling_strategy}, …]`, of which each entry becomes a source.
 """
 
-import glob
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,16 @@ from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
-from braceexpand import UnbalancedBracesError, braceexpand
-from yaml import YAMLError, safe_load
+from yaml import AliasEvent, BaseLoader, Node, YAMLError, load
+from yaml.composer import ComposerError
 
 from dflop.base import UserError
 from dflop.config import SAMPLING, SAMPLING_FORMS, DataConfig, SourceConfig
+from dflop.shapes.manifests.patterns import matches_of
 
 __all__ = ["Source", "list_sources"]
+
+_MAX_LIST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,7 @@ class Source:
             UserError: when there is none.
         """
         found: list[Path] = []
-        for pattern, matches in _matches(self.path):
+        for pattern, matches in matches_of(self.path):
             if not matches:
                 raise UserError(
                     f"the manifest {pattern} (source `{self.name}`) does not exist; correct `data.sources` "
@@ -62,17 +64,6 @@ class Source:
                 )
             found += matches
         return found
-
-
-def _matches(path: Path) -> Iterator[tuple[str, list[Path]]]:
-    """The patterns that a path with braces stands for, each with the files that it matches, in order."""
-    try:
-        patterns = list(braceexpand(str(path)))
-    except UnbalancedBracesError:
-        patterns = [str(path)]
-    for pattern in patterns:
-        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        yield pattern, list(map(Path, matches))
 
 
 def list_sources(data: DataConfig) -> list[Source]:
@@ -130,7 +121,9 @@ def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]
 
 
 def _is_there(path: Path) -> bool:
-    return any(matches for _, matches in _matches(path))
+    """Whether there is a file for the first of the names that a path stands for."""
+    _, files = next(matches_of(path), ("", []))
+    return bool(files)
 
 
 def _read_list(path: Path) -> list[dict[str, Any]]:
@@ -140,12 +133,16 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
         UserError: naming the file, and the entry that is wrong.
     """
     try:
-        content = safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_LIST_BYTES + 1)
+        if len(text) > _MAX_LIST_BYTES:
+            raise YAMLError(f"it is longer than {_MAX_LIST_BYTES:,} characters")
+        content = load(text, _PlainTexts)
     except FileNotFoundError:
         raise UserError(
             f"the list of datasets {path} does not exist; correct `data.sources` (relative paths start at {Path.cwd()})"
         ) from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, UnicodeDecodeError, YAMLError, RecursionError) as error:
         raise UserError(f"the list of datasets {path} cannot be read: {' '.join(str(error).split())}") from None
     entries = content.get("datasets") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -161,6 +158,16 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
         if not isinstance(sampling, str) or not SAMPLING.fullmatch(sampling):
             raise UserError(f"{where}.sampling_strategy` is {sampling!r}; it must be {SAMPLING_FORMS}")
     return entries
+
+
+class _PlainTexts(BaseLoader):
+    """YAML in which every value is a text. Aliases are refused: few lines of them unfold to more than memory holds."""
+
+    def compose_node(self, parent: Node, index: Any) -> Node:
+        if self.check_event(AliasEvent):
+            event = self.peek_event()
+            raise ComposerError(None, None, f"write `*{event.anchor}` out", event.start_mark)
+        return super().compose_node(parent, index)
 
 
 def _fill_defaults(entry: SourceConfig, name: str) -> Source:

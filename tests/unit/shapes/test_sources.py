@@ -1,5 +1,6 @@
 """A source names its files by a path, a pattern, or one entry of a list of datasets, and mistakes say their place."""
 
+import glob
 import json
 import math
 from fractions import Fraction
@@ -7,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dflop.base import UserError
 from dflop.config import DataConfig, SourceConfig, load_config
 from dflop.shapes import Source, SourceRecords, list_sources
+from dflop.shapes.manifests import patterns
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -202,8 +206,7 @@ def test_a_list_takes_no_sampling_of_its_own():
     [
         ("a.json", "datasets[1]` is 'a.json'; it must hold `json_path`, a manifest's path"),
         ({}, "datasets[1]` is {}; it must hold `json_path`"),
-        ({"json_path": 3}, "datasets[1]` is {'json_path': 3}; it must hold `json_path`"),
-        ({"json_path": None}, "it must hold `json_path`"),
+        ({"json_path": ["a"]}, "datasets[1]` is {'json_path': ['a']}; it must hold `json_path`"),
         ({"path": "a.json"}, "it must hold `json_path`"),
         (
             {"json_path": "a.json", "sampling": "all"},
@@ -214,8 +217,8 @@ def test_a_list_takes_no_sampling_of_its_own():
         ({"json_path": "a.json", "sampling_strategy": "first:-1"}, "is 'first:-1'; it must be all, first:30%"),
         ({"json_path": "a.json", "sampling_strategy": "first"}, "is 'first'; it must be"),
         ({"json_path": "a.json", "sampling_strategy": "first:0"}, "is 'first:0'; it must be"),
-        ({"json_path": "a.json", "sampling_strategy": None}, "is None; it must be"),
-        ({"json_path": "a.json", "sampling_strategy": 100}, "is 100; it must be"),
+        ({"json_path": "a.json", "sampling_strategy": None}, "is 'null'; it must be"),
+        ({"json_path": "a.json", "sampling_strategy": 100}, "is '100'; it must be"),
     ],
 )
 def test_each_malformed_entry_of_a_list_is_refused_by_its_place(entry, complaint):
@@ -238,11 +241,62 @@ def test_a_file_that_lists_no_datasets_says_what_it_must_hold(content):
 def test_a_list_that_cannot_be_read_is_named_with_the_reason():
     with pytest.raises(UserError, match=r"the list of datasets mix\.yml does not exist; correct `data\.sources`"):
         sources_of(SourceConfig(path="mix.yml"))
-    for content in (b"datasets: [", b"caf\xe9: 1"):
+    for content in (b"datasets: [", b"caf\xe9: 1", b"[" * 10_000, b" " * 2_000_000):
         Path("mix.yml").write_bytes(content)
         with pytest.raises(UserError, match=r"the list of datasets mix\.yml cannot be read: ") as caught:
             sources_of(SourceConfig(path="mix.yml"))
         assert "\n" not in str(caught.value)
+
+
+def test_a_list_with_aliases_is_refused():
+    """Nine lines of nine aliases each would unfold to 400 million values."""
+    lines = [
+        "a0: &a0 [x]",
+        *(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]" for number in range(1, 9)),
+    ]
+    Path("mix.yaml").write_text("\n".join([*lines, "datasets: [*a8]"]))
+    with pytest.raises(UserError, match=r'mix\.yaml cannot be read: write `\*a0` out in "<unicode string>", line 2'):
+        sources_of(SourceConfig(path="mix.yaml"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "x{0..99999999}.json",
+        "x{-99999999..0..2}{a,b}.json",
+        "{a..z}{a..z}{a..z}{a..z}.json",
+        "{" + "{a,b}" * 30 + ",c}.json",
+    ],
+)
+def test_a_pattern_that_stands_for_too_many_names_is_refused(path):
+    with pytest.raises(UserError, match=r"stands for more than 100,000 names; correct `data\.sources`"):
+        source_of(path).files()
+
+
+def test_a_pattern_that_leads_through_too_many_folders_is_refused(monkeypatch):
+    write_records("sets/a/x.json", "sets/b/x.json", "sets/b/.hidden/x.json")
+    assert source_of("sets/**/x.json").files() == [Path("sets/a/x.json"), Path("sets/b/x.json")]
+    monkeypatch.setattr(patterns, "_MAX_LOOKED_AT", 3)
+    with pytest.raises(UserError, match=r"the pattern sets/\*\*/x\.json leads to more than 3 files; name the folder"):
+        source_of("sets/**/x.json").files()
+
+
+names = st.sampled_from(["a", "b.json", ".c", "*", "**", "?", "[ab]*", "*.json", "..", "d"])
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=st.lists(names, max_size=3))
+def test_wildcards_match_what_pythons_glob_matches(parts):
+    for path in ("a/b.json", "a/a/b.json", "a/.c/a", ".c/b.json", "d"):
+        if not Path(path).exists():
+            write_records(path)
+    Path("a/link").unlink(missing_ok=True)
+    Path("a/link").symlink_to("../.c")
+    pattern = "/".join([*parts, "*.json"])
+    found = {Path(path) for path in glob.glob(pattern, recursive=True)}
+    for start in ("", f"{Path.cwd()}/"):
+        ((_, matches),) = patterns.matches_of(Path(start + pattern))
+        assert set(matches) == {start / path if start else path for path in found}
 
 
 def test_a_config_may_hold_llava_nexts_list_itself():
