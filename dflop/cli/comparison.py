@@ -37,8 +37,8 @@ def compare_command(
 
     RUN is a run of the workflow, by its name or folder; then the files are the run's.
     """
-    from dflop.base import written_whole
     from dflop.comparison import ABLATION, keys_of_size, scaling_frame, scaling_text, systems_of
+    from dflop.store import write_parquet
 
     config = load_for("compare", configs)
     if ablate:
@@ -51,8 +51,7 @@ def compare_command(
     for size, sized in sizes.items():
         click.echo(f"{size} devices", err=True)
         found[size] = _rows(sized, shapes, costs, batches, ABLATION if ablate else systems_of(sized))
-    with written_whole(out.with_stem(f"{out.stem}-scale")) as path:
-        scaling_frame(found).write_parquet(path)
+    write_parquet(scaling_frame(found), out.with_stem(f"{out.stem}-scale"))
     click.echo(scaling_text(found))
 
 
@@ -96,9 +95,9 @@ def _write(rows: list, config: Any, costs: Path, out: Path) -> None:
     from dflop.comparison import comparison_frame, comparison_json, comparison_text
     from dflop.costs import CostModel
     from dflop.report.comparison import plot_comparison
+    from dflop.store import write_parquet
 
-    with written_whole(out) as path:
-        comparison_frame(rows).write_parquet(path)
+    write_parquet(comparison_frame(rows), out)
     with written_whole(out.with_suffix(".json")) as path:
         path.write_text(comparison_json(rows, config, CostModel.load(costs)), encoding="utf-8")
     plot_comparison(rows, out.with_suffix(".svg"))

@@ -41,9 +41,9 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 @click.option("--workers", type=click.IntRange(min=1), help="Processes that share the shard; one a core if not given.")
 def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
-    from dflop.base import written_whole
     from dflop.models import load_model_spec
     from dflop.shapes import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
+    from dflop.store import write_parquet
 
     config = load_for("profile-shapes", configs)
     data = config.data
@@ -63,8 +63,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
             refused_media=_refused_media(data.without_encoder, spec.media),
             progress=bar.update,
         )
-    with written_whole(out) as path:
-        frame.write_parquet(path)
+    write_parquet(frame, out)
     num_rejected = frame["reason"].is_not_null().sum()
     click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
 
@@ -197,9 +196,6 @@ def _merge(config, shapes: Path, out: Path) -> None:
                 "num_records": len(kept),
             }
         )
-    for file in files:
-        if not file.path.is_file():
-            raise UserError(f"{file.path} does not exist; make it with `dflop profile-shapes --shard {file.name}`")
     write_shapes(
         out,
         files,
@@ -256,16 +252,15 @@ def _shape_lines(shapes, rejects) -> list[str]:
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_loading(configs: tuple[str, ...], shapes: Path, out: Path) -> None:
     """Measure how long training's loaders take for a sample of each modality: reading, decoding, tokenising."""
-    from dflop.base import written_whole
     from dflop.loading.measure import measure_loading
     from dflop.models import check_runnable
+    from dflop.store import write_parquet
 
     config = load_for("profile-loading", configs)
     check_runnable(config.model.family)
     with progress_bar(unit="sample") as bar:
         frame = measure_loading(config, shapes, bar.update)
-    with written_whole(out) as path:
-        frame.write_parquet(path)
+    write_parquet(frame, out)
     for row in frame.iter_rows(named=True):
         click.echo(
             f"{row['module']} {row['modality']}: {row['seconds'] * 1e3:.3g} ms a sample"

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dflop.base import UserError, progress_bar, written_whole
+from dflop.base import UserError, progress_bar
 from dflop.cli.options import FILE
 
 __all__ = ["may_measure"]
@@ -66,6 +66,7 @@ def _measure(
     from dflop.comparison import TODAYS, SystemRow, systems_of
     from dflop.config import load_config
     from dflop.models import check_runnable, load_model_spec
+    from dflop.store import write_parquet
 
     config = load_config(*configs, has_cluster=True)
     if config.cluster.num_nodes > 1:
@@ -89,8 +90,7 @@ def _measure(
     clocked = measure_rows(config, runnable, plain, num_steps=steps, on_the_fly=on_the_fly)
     rows = [row.row for row in found]
     rows += [SystemRow(name=name, why_not=why_not) for name in PLAIN_ROWS if name in chosen]
-    with written_whole(out.with_stem(f"{out.stem}-measured")) as path:
-        measured_frame(rows, clocked).write_parquet(path)
+    write_parquet(measured_frame(rows, clocked), out.with_stem(f"{out.stem}-measured"))
     click.echo(measured_text(rows, clocked))
 
 

@@ -51,6 +51,7 @@ def plan_command(
         describe_choice,
         explain_choice,
     )
+    from dflop.store import write_parquet
 
     explain = explain or out is None
     config = load_for("plan", configs)
@@ -66,8 +67,7 @@ def plan_command(
     best = found.best
     need = loading_times and _loading_need(best, loading_times, config)
     if candidates:
-        with written_whole(candidates) as path:
-            candidates_frame(found).write_parquet(path)
+        write_parquet(candidates_frame(found), candidates)
     if out:
         with written_whole(out) as path:
             num_left_out = len(all_samples) - len(samples)
@@ -192,11 +192,11 @@ def schedule_command(
     import statistics
 
     from dflop.balance import without_cbc
-    from dflop.base import written_whole
     from dflop.costs import BEYOND_MEASURED
     from dflop.plan import load_plan
     from dflop.schedule import describe_left_out, preview_frames
     from dflop.schedule.service import open_scheduler
+    from dflop.store import write_parquet
     from dflop.train import check_devices
 
     config = load_for("schedule", configs)
@@ -206,8 +206,7 @@ def schedule_command(
         at_random = [scheduler.at_random(step) for step in range(batches)]
         samples, stages, steps = preview_frames(schedules, scheduler.pricer.nodes)
     for ending, frame in (("", samples), ("_stages", stages), ("_steps", steps), ("_rejects", scheduler.left_out)):
-        with written_whole(out.with_name(f"{out.stem}{ending}.parquet")) as beside:
-            frame.write_parquet(beside)
+        write_parquet(frame, out.with_name(f"{out.stem}{ending}.parquet"))
     for line in describe_left_out(scheduler.left_out):
         click.echo(line, err=True)
     if share := stages["extrapolated"].mean():

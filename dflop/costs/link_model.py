@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from dflop.base import UserError
-from dflop.store import LINK_MODEL_SCHEMA, LINKS_SCHEMA
+from dflop.store import LINK_MODEL_SCHEMA, LINKS_SCHEMA, read_parquet
 
 __all__ = ["COMMUNICATOR", "Link", "LinkModel", "fit_links", "measured_communicator_bytes", "read_links"]
 
@@ -70,15 +70,12 @@ def read_links(path: Path) -> pl.DataFrame:
     Raises:
         UserError: when the file is missing or is not such a file.
     """
-    remake = "make it with `dflop profile-links`"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; {remake}")
-    try:
-        frame = pl.read_parquet(path)
-    except pl.exceptions.PolarsError as error:
-        raise UserError(f"{path} is not a Parquet file ({str(error).splitlines()[0]}); {remake}") from None
+    frame = read_parquet(path, made_by="profile-links")
     if frame.schema != LINKS_SCHEMA:
-        raise UserError(f"{path} has the columns {', '.join(frame.columns)}, not those of measured links; {remake}")
+        raise UserError(
+            f"{path} has the columns {', '.join(frame.columns)}, not those of measured links; make it with "
+            "`dflop profile-links`"
+        )
     return frame
 
 

@@ -19,12 +19,12 @@ import polars as pl
 import torch
 import torch.distributed as dist
 
-from dflop.base import UserError, progress_bar, written_whole
+from dflop.base import UserError, progress_bar
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.base.local_device import local_device
 from dflop.base.rendezvous import join_ranks
 from dflop.costs.link_model import COMMUNICATOR
-from dflop.store import LINKS_SCHEMA
+from dflop.store import LINKS_SCHEMA, write_parquet
 
 __all__ = ["LinkGroup", "communicator_row", "groups_to_measure", "main", "sizes_up_to"]
 
@@ -198,8 +198,7 @@ def main() -> int:
         row = communicator_row(scope, device, lambda: torch.cuda.mem_get_info(device)[0])
         frame = pl.concat([frame, pl.DataFrame([row], schema=LINKS_SCHEMA, orient="row")])
     if is_main:
-        with written_whole(Path(request["out"])) as path:
-            frame.write_parquet(path)
+        write_parquet(frame, Path(request["out"]))
     dist.barrier()  # so that the file is there when any node's command ends
     dist.destroy_process_group()
     return 0

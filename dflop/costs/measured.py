@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import polars as pl
 
-from dflop.base import UserError, written_whole
+from dflop.base import UserError
 from dflop.models.loads import FEATURES
+from dflop.store import read_parquet, write_parquet
 
 __all__ = ["POINT_KEYS", "Measured", "read_measured", "require_parquet", "write_measured"]
 
@@ -35,8 +36,7 @@ class Measured(NamedTuple):
 def write_measured(path: Path, measured: Measured) -> None:
     """Write the measurements to `path` (.parquet) and the rest beside it."""
     for frame, columns, suffix in zip(measured, _COLUMNS, _SUFFIXES, strict=True):
-        with written_whole(path.with_suffix(suffix)) as beside:
-            frame.select(columns).write_parquet(beside)
+        write_parquet(frame.select(columns), path.with_suffix(suffix))
 
 
 def read_measured(paths: Sequence[Path]) -> Measured:
@@ -51,7 +51,7 @@ def read_measured(paths: Sequence[Path]) -> Measured:
         require_parquet(path)
         frames = []
         for suffix, wanted in zip(_SUFFIXES, _COLUMNS, strict=True):
-            frames.append(_read(path.with_suffix(suffix)))
+            frames.append(read_parquet(path.with_suffix(suffix), made_by="profile-costs"))
             if lacking := [name for name in wanted if name not in frames[-1].columns]:
                 raise UserError(
                     f"{path.with_suffix(suffix)} has no column {lacking[0]!r}: another version of dflop, or another "
@@ -81,13 +81,3 @@ def require_parquet(path: Path) -> None:
             f"{path}: the name of measurements must end in {_SUFFIXES[0]} (sizes and device go beside them, as "
             f"{path.with_suffix(_SUFFIXES[1]).name} and {path.with_suffix(_SUFFIXES[2]).name})"
         )
-
-
-def _read(path: Path) -> pl.DataFrame:
-    try:
-        return pl.read_parquet(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; `dflop profile-costs` makes it") from None
-    except pl.exceptions.PolarsError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a Parquet file ({reason}); make it with `dflop profile-costs`") from None

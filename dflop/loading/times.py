@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from dflop.base import UserError
-from dflop.store import LOADING_SCHEMA
+from dflop.store import LOADING_SCHEMA, read_parquet
 
 __all__ = ["LoadingTimes", "read_loading_times"]
 
@@ -46,13 +46,7 @@ def read_loading_times(path: Path) -> LoadingTimes:
     Raises:
         UserError: when it does not exist, cannot be read, or is not such a table.
     """
-    remake = "make it with `dflop profile-loading`"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; {remake}")
-    try:
-        frame = pl.read_parquet(path)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); {remake}") from None
+    frame = read_parquet(path, made_by="profile-loading")
     if frame.schema != LOADING_SCHEMA or not len(frame):
-        raise UserError(f"{path} holds no measured loading; {remake}")
+        raise UserError(f"{path} holds no measured loading; make it with `dflop profile-loading`")
     return LoadingTimes(frame)

@@ -7,7 +7,7 @@ config again. `step` turns a plan into instructions and simulates them.
 from dflop.plan.grid import Grid, tile_world
 from dflop.plan.placements import COLOCATED, DISJOINT, MONOLITHIC, PLACEMENTS, Placement
 from dflop.plan.plan import Plan, split_layers
-from dflop.plan.plan_file import check_layers, load_plan, plan_from_dict
+from dflop.plan.plan_file import check_layers, load_plan, plan_from_dict, read_plan_file
 from dflop.plan.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
 from dflop.plan.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
 
@@ -28,6 +28,7 @@ __all__ = [
     "check_layers",
     "load_plan",
     "plan_from_dict",
+    "read_plan_file",
     "split_layers",
     "tile_world",
 ]

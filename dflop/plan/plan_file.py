@@ -1,13 +1,15 @@
-"""Reading a plan. A `plan.yaml` may have been written by hand, so every field is checked.
+"""Reading a plan. A `plan.yaml` may have been written by hand, or be damaged, so every field is checked.
 
 Messages name the field as it is in the file, its value, and what would be right.
 """
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from dflop.base import UserError, way_out_of
 from dflop.plan.grid import Grid
@@ -16,7 +18,7 @@ from dflop.plan.plan import Plan
 from dflop.plan.schedules import REMOVED_SCHEDULES, SCHEDULES
 from dflop.plan.shardings import PLAIN_SHARDING, SHARDINGS
 
-__all__ = ["check_layers", "load_plan", "plan_from_dict"]
+__all__ = ["check_layers", "load_plan", "plan_from_dict", "read_plan_file"]
 
 # More than any cluster, batch or model has. A larger number is a mistake, and would take hours to lay out.
 _MOST_RANKS = 1_000_000
@@ -24,6 +26,48 @@ _MOST_MICROBATCHES = 65_536
 _MOST_LAYERS = 10_000
 _PLAN_FIELDS = ("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks")
 _GRID_FIELDS = ("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "recomputed", "sharding", "shards")
+
+
+class _Predicted(TypedDict):
+    step_s: float
+    idle: float
+    memory_bytes: Annotated[dict[str, float], Field(min_length=1)]
+    bottleneck: str
+
+
+class _PlanAndPrediction(TypedDict):
+    plan: dict[str, Any]
+    predicted: _Predicted
+
+
+class _Unable(TypedDict):
+    name: str
+    why_not: str
+
+
+class _Able(TypedDict):
+    name: str
+    step_s: float
+    would_take: str
+    idle: float
+    plan: str
+    over_batches: NotRequired[Annotated[list[float], Field(min_length=2, max_length=2)]]
+
+
+class _Sections(TypedDict, total=False):
+    """The sections of a `plan.yaml` that are read again. All of them may have more fields than these."""
+
+    plan: dict[str, Any]
+    predicted: _Predicted
+    loading: dict[str, Any] | None
+    baselines: list[_Able | _Unable]
+    with_more_memory: _PlanAndPrediction
+    why: str
+    next: str
+    num_plans: int
+
+
+_SECTIONS = TypeAdapter(_Sections)
 
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
@@ -53,21 +97,36 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
     )
 
 
+def read_plan_file(path: Path) -> dict[str, Any]:
+    """All sections of a `plan.yaml`: `plan`, and what `dflop plan` says of it. A plan written by hand has only `plan`.
+
+    Raises:
+        UserError: when the file is missing or damaged, or when a section is not of its kind.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not isinstance(values.get("plan"), dict):
+            raise ValueError("no section `plan`")
+        _SECTIONS.validate_python(values, strict=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; make it with `dflop plan`") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(name) for name in first["loc"] if not str(name).startswith("_"))
+        raise UserError(f"{path}: `{where}`: {first['msg']}; make the file again with `dflop plan`") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} holds no plan ({reason}); make it again with `dflop plan`") from None
+    return values
+
+
 def load_plan(path: Path) -> Plan:
     """The plan in a `plan.yaml`.
 
     Raises:
-        UserError: when the file is missing, or holds no plan or an impossible one.
+        UserError: as `read_plan_file`, and when the plan is impossible.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; make it with `dflop plan`") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} holds no plan ({reason}); make it again with `dflop plan`") from None
-    if not isinstance(values, Mapping) or not isinstance(values.get("plan"), Mapping):
-        raise UserError(f"{path} holds no plan (no section `plan`); make it again with `dflop plan`")
+    values = read_plan_file(path)
     try:
         return plan_from_dict(values["plan"])
     except UserError as error:

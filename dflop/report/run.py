@@ -9,17 +9,45 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import yaml
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from dflop.base import UserError
 from dflop.costs import CostModel
-from dflop.plan import Plan, load_plan
+from dflop.plan import Plan, load_plan, read_plan_file
 from dflop.schedule import StepSchedule
-from dflop.store import read_meta, read_table
-from dflop.train import NUM_WARMUP_STEPS, SCHEDULE_FILE
+from dflop.store import read_meta, read_parquet, read_table
+from dflop.train import NUM_WARMUP_STEPS, kept_schedule
 from dflop.train.run_folder import is_emulated
 
 __all__ = ["Run", "TrainedRun", "read_run"]
+
+
+# Columns of `metrics.jsonl` that the report needs.
+_METRICS = {"step": pl.Int64, "num_tokens": pl.Int64} | dict.fromkeys(
+    ("loss", "step_s", "pipeline_s", "predicted_step_s", "idle"), pl.Float64
+)
+
+
+class _TimeSplit(TypedDict):
+    bound_by: str
+
+
+class _Summary(TypedDict, total=False):
+    """The figures of a training's `summary.json` that the report needs, as far as the training has them."""
+
+    prices: str
+    train_s: float
+    step_s: float
+    idle: float
+    restarts: int
+    time_split: _TimeSplit | None
+    peak_memory_bytes: dict[str, float]
+    measured_over_predicted: dict[str, Any]
+    correction: dict[str, Any] | None
+
+
+_SUMMARY = TypeAdapter(_Summary)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,8 +110,6 @@ def read_run(folder: Path) -> Run:
             "it away, or `dflop report` would take it for the training"
         )
     shapes, costs = folder / "shapes.duckdb", folder / "costs.duckdb"
-    if not (folder / "candidates.parquet").is_file():
-        raise UserError(f"{folder / 'candidates.parquet'} does not exist; make it with `dflop plan`")
     preview = folder / "schedule.parquet"
     return Run(
         folder=folder,
@@ -95,9 +121,9 @@ def read_run(folder: Path) -> Run:
         costs=CostModel.load(costs),
         costs_meta=read_meta(costs, made_by="fit-costs"),
         plan=load_plan(folder / "plan.yaml"),
-        plan_text=yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8")),
-        candidates=pl.read_parquet(folder / "candidates.parquet"),
-        preview=pl.read_parquet(preview) if preview.is_file() else None,
+        plan_text=read_plan_file(folder / "plan.yaml"),
+        candidates=read_parquet(folder / "candidates.parquet", made_by="plan"),
+        preview=read_parquet(preview, made_by="schedule") if preview.is_file() else None,
         trained=_read_training(folder / "train"),
     )
 
@@ -106,13 +132,29 @@ def _read_training(folder: Path) -> TrainedRun | None:
     """The results of training; None if it has not ended, which means that there is no `summary.json`."""
     if not (folder / "summary.json").is_file():
         return None
-    if not (folder / "metrics.jsonl").is_file():
-        raise UserError(f"{folder / 'metrics.jsonl'} does not exist; make it with `dflop train`")
-    observed, kept = folder / "observations.duckdb", folder / "observations" / SCHEDULE_FILE
+    observed = folder / "observations.duckdb"
     return TrainedRun(
-        metrics=pl.read_ndjson(folder / "metrics.jsonl", infer_schema_length=None),
+        metrics=_read_metrics(folder / "metrics.jsonl"),
         observations=read_table(observed, "observations", made_by="train"),
         step_seconds=read_table(observed, "step_seconds", made_by="train").filter(~pl.col("warmup")),
-        summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
-        schedule=StepSchedule.from_bytes(kept.read_bytes()) if kept.is_file() else None,
+        summary=_read_summary(folder / "summary.json"),
+        schedule=kept_schedule(folder / "observations"),
     )
+
+
+def _read_metrics(path: Path) -> pl.DataFrame:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; make it with `dflop train`")
+    try:
+        return pl.read_ndjson(path, infer_schema_length=None).cast(_METRICS)
+    except (pl.exceptions.PolarsError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is damaged ({reason}); `dflop train` leaves out what is no whole step") from None
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        return _SUMMARY.validate_python(json.loads(path.read_bytes()))
+    except ValueError as error:
+        reason = " ".join(str(error).split()[:20])
+        raise UserError(f"{path} is damaged ({reason}); `dflop train` writes it again") from None

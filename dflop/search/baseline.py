@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 
-from dflop.plan import Plan
+from dflop.plan import Plan, read_plan_file
 from dflop.search.candidate import Candidate
 
 __all__ = ["TODAY", "Baseline", "read_baselines"]
@@ -63,5 +62,5 @@ def read_baselines(plan: Path) -> dict[str, str]:
 
     A `plan.yaml` written by hand has no baselines.
     """
-    said = yaml.safe_load(plan.read_text(encoding="utf-8")).get("baselines", [])
+    said = read_plan_file(plan).get("baselines", [])
     return {own["name"]: own.get("would_take") or own["why_not"] for own in said}

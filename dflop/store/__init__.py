@@ -4,6 +4,7 @@ Rows are passed as polars frames; the folders that own them define their meaning
 """
 
 from dflop.store.database import SCHEMA_VERSION, read_meta, read_table, read_tables
+from dflop.store.parquet import read_parquet, write_parquet
 from dflop.store.results import write_costs, write_observations
 from dflop.store.schemas import (
     CORRECTIONS_SCHEMA,
@@ -32,9 +33,11 @@ __all__ = [
     "HeldOut",
     "ShardFile",
     "read_meta",
+    "read_parquet",
     "read_table",
     "read_tables",
     "write_costs",
     "write_observations",
+    "write_parquet",
     "write_shapes",
 ]

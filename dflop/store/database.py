@@ -3,7 +3,8 @@
 In DuckDB, a process that has a file open for writing keeps all others from reading it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,11 +29,11 @@ def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:
     """One whole table or view.
 
     Raises:
-        UserError: when the file is missing or was written with another schema version; `made_by` is the
+        UserError: when the file is missing, damaged, or was written with another schema version; `made_by` is the
             command that makes it.
     """
-    with _open(path, made_by) as connection:
-        return _rows_of(connection, path, table, made_by).pl()
+    with _opened(path, made_by) as connection:
+        return connection.sql(f'SELECT * FROM "{table}"').pl()
 
 
 def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str, list[dict[str, Any]]]:
@@ -42,9 +43,9 @@ def read_tables(path: Path, tables: Sequence[str], *, made_by: str) -> dict[str,
         UserError: as `read_table` does.
     """
     found = {}
-    with _open(path, made_by) as connection:
+    with _opened(path, made_by) as connection:
         for table in tables:
-            rows = _rows_of(connection, path, table, made_by)
+            rows = connection.sql(f'SELECT * FROM "{table}"')
             found[table] = [dict(zip(rows.columns, row, strict=True)) for row in rows.fetchall()]
     return found
 
@@ -55,44 +56,30 @@ def read_meta(path: Path, *, made_by: str) -> dict[str, str]:
     Raises:
         UserError: as `read_table` does.
     """
-    with _open(path, made_by) as connection:
+    with _opened(path, made_by) as connection:
         return dict(connection.execute("SELECT key, value FROM meta").fetchall())
 
 
-def _rows_of(
-    connection: "duckdb.DuckDBPyConnection", path: Path, table: str, made_by: str
-) -> "duckdb.DuckDBPyRelation":
-    import duckdb
-
-    try:
-        return connection.sql(f'SELECT * FROM "{table}"')
-    except duckdb.CatalogException:
-        raise UserError(f"{path} has no table `{table}`; make the file again with `dflop {made_by}`") from None
-    except duckdb.Error as error:
-        raise UserError(
-            f"{path}: table `{table}` cannot be read ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
-        ) from None
-
-
-def _open(path: Path, made_by: str) -> "duckdb.DuckDBPyConnection":
+@contextmanager
+def _opened(path: Path, made_by: str) -> Iterator["duckdb.DuckDBPyConnection"]:
     import duckdb
 
     if not path.is_file():
         raise UserError(f"{path} does not exist; make it with `dflop {made_by}`")
     try:
-        connection = duckdb.connect(str(path), read_only=True)
-        found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
+        with duckdb.connect(str(path), read_only=True) as connection:
+            found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
+            if found != [(str(SCHEMA_VERSION),)]:
+                raise UserError(
+                    f"{path} has schema version {found[0][0] if found else 'unknown'}, this dflop writes "
+                    f"{SCHEMA_VERSION}; remake it with `dflop {made_by}`"
+                )
+            yield connection
     except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{path} is not a dflop database ({str(error).splitlines()[0]}); remake it: `dflop {made_by}`"
+            f"{path} is not a dflop database, or it is damaged ({reason}); make it again with `dflop {made_by}`"
         ) from None
-    if found != [(str(SCHEMA_VERSION),)]:
-        connection.close()
-        raise UserError(
-            f"{path} has schema version {found[0][0] if found else 'unknown'}, this dflop writes {SCHEMA_VERSION}; "
-            f"remake it with `dflop {made_by}`"
-        )
-    return connection
 
 
 def write_database(

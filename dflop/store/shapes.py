@@ -9,6 +9,8 @@ import polars as pl
 
 from dflop.base import UserError
 from dflop.store.database import write_database
+from dflop.store.parquet import read_parquet
+from dflop.store.schemas import SHARD_SCHEMA
 
 __all__ = ["HeldOut", "ShardFile", "write_shapes"]
 
@@ -134,8 +136,6 @@ def write_shapes(
     Raises:
         UserError: when there is no shard, that is, no record; or when a shard's file lacks a column.
     """
-    import duckdb
-
     if not shards:
         raise UserError("no manifest of `data.sources` holds any record (after its `sampling`); add data")
     sampled_schema = {"source": pl.String, "position": pl.Int64, "row": pl.Int64}
@@ -148,6 +148,11 @@ def write_shapes(
         "source_frame": sources.with_row_index("position"),
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
+    for file, name in {shard.path: shard.name for shard in shards}.items():
+        made_by = f"profile-shapes --shard {name}"
+        # DuckDB, which reads the files below, looks at no checksum.
+        if read_parquet(file, made_by=made_by).schema != SHARD_SCHEMA:
+            raise UserError(f"{file} is not as this dflop writes shards; make it again with `dflop {made_by}`")
     # Equal sources share their files. Each file is read once, and the join repeats its rows for every such source.
     parameters = {
         "files": list(dict.fromkeys(str(shard.path) for shard in shards)),
@@ -156,13 +161,7 @@ def write_shapes(
         "evaluation_share": held_out.share,
         "evaluation_sources": list(held_out.sources),
     }
-    try:
-        write_database(path, _SHAPES_SQL, frames, meta, parameters)
-    except (duckdb.BinderException, duckdb.InvalidInputException) as error:
-        raise UserError(
-            f"the shards in {shards[0].path.parent} are not as this dflop writes them ({str(error).splitlines()[0]}); "
-            "make them again with `dflop profile-shapes`"
-        ) from None
+    write_database(path, _SHAPES_SQL, frames, meta, parameters)
 
 
 def _shard_frame(shards: Sequence[ShardFile], sources: pl.DataFrame) -> pl.DataFrame:

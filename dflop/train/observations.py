@@ -12,19 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+import xxhash
 
-from dflop.base import set_torn_aside, written_whole
+from dflop.base import UserError, set_torn_aside, written_whole
 from dflop.schedule import StepSchedule, read_learned
 from dflop.step import Node, Op, Span
-from dflop.store import CORRECTIONS_SCHEMA, STEP_SECONDS_SCHEMA, write_observations
+from dflop.store import CORRECTIONS_SCHEMA, STEP_SECONDS_SCHEMA, read_parquet, write_observations, write_parquet
 from dflop.train.step_seconds import seconds_frame
 
 __all__ = [
     "CORRECTIONS_FILE",
     "NUM_WARMUP_STEPS",
     "OBSERVATIONS_SCHEMA",
-    "SCHEDULE_FILE",
     "Observations",
+    "kept_schedule",
     "merge_observations",
 ]
 
@@ -116,7 +117,8 @@ class Observations:
         """Write the schedule of a step, so that a report can show it beside its measured times. A full disk is
         ignored."""
         with suppress(OSError), written_whole(self._folder / SCHEDULE_FILE) as beside:
-            beside.write_bytes(schedule.to_bytes())
+            encoded = schedule.to_bytes()
+            beside.write_bytes(xxhash.xxh3_128_digest(encoded) + encoded)
 
     def take(self) -> Taken:
         """Empty the buffer and return its content, for `write`."""
@@ -135,8 +137,8 @@ class Observations:
                 (_SECONDS, STEP_SECONDS_SCHEMA, taken.seconds),
             ):
                 if frames:
-                    with written_whole(self._folder / f"{name}.{num_steps:06d}.parquet") as beside:
-                        pl.concat(frames).match_to_schema(schema).write_parquet(beside)
+                    path = self._folder / f"{name}.{num_steps:06d}.parquet"
+                    write_parquet(pl.concat(frames).match_to_schema(schema), path)
         except OSError:
             self._rows[:0], self._seconds[:0] = taken
             raise
@@ -151,9 +153,23 @@ class Observations:
                 continue
             earlier = _read(part).filter(pl.col("step") < num_steps)
             if len(earlier):
-                with written_whole(part.with_name(f"{name}.{num_steps:06d}.parquet")) as beside:
-                    earlier.write_parquet(beside)
+                write_parquet(earlier, part.with_name(f"{name}.{num_steps:06d}.parquet"))
             part.unlink(missing_ok=True)
+
+
+def kept_schedule(parts: Path) -> StepSchedule | None:
+    """The schedule that `Observations.keep_schedule` wrote into the folder `parts`; None if there is none.
+
+    A damaged file is moved aside with a warning.
+    """
+    path = parts / SCHEDULE_FILE
+    if not path.is_file():
+        return None
+    digest, encoded = path.read_bytes()[:16], path.read_bytes()[16:]
+    if xxhash.xxh3_128_digest(encoded) == digest:
+        return StepSchedule.from_bytes(encoded)
+    set_torn_aside(path, "it is not as it was written, so no measured step can be shown")
+    return None
 
 
 def merge_observations(parts: Path, path: Path, left_out: pl.DataFrame, meta: dict[str, str]) -> Merged:
@@ -177,7 +193,7 @@ def _read(part: Path) -> pl.DataFrame:
     """A part's rows. A part that cannot be read is moved aside with a warning, and gives no rows."""
     schema = STEP_SECONDS_SCHEMA if part.name.startswith(_SECONDS) else OBSERVATIONS_SCHEMA
     try:
-        return pl.read_parquet(part).match_to_schema(schema)
-    except (pl.exceptions.PolarsError, OSError) as error:
+        return read_parquet(part, made_by="train").match_to_schema(schema)
+    except (pl.exceptions.PolarsError, UserError, OSError) as error:
         set_torn_aside(part, f"it cannot be read ({str(error).splitlines()[0]}), so its rows are left out")
         return pl.DataFrame(schema=schema)

@@ -67,8 +67,8 @@ def is_emulated(out: Path) -> bool:
     metrics = out / "metrics.jsonl"
     if not metrics.is_file():
         return False
-    with metrics.open(encoding="utf-8") as file:
-        return '"emulated": true' in file.readline()
+    with metrics.open("rb") as file:
+        return b'"emulated": true' in file.readline()
 
 
 def clear_start(out: Path) -> None:

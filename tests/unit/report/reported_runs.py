@@ -23,7 +23,7 @@ from dflop.store import (
     write_observations,
     write_shapes,
 )
-from dflop.train import SCHEDULE_FILE
+from dflop.train.observations import Observations
 from dflop.train.step_seconds import PARTS, seconds_frame
 
 CREATED = {"created": "2025-01-01T00:00:00+00:00"}
@@ -167,7 +167,7 @@ def make_training(folder, scheduler, num_steps, predicted):
     """A training that takes one and a half times what was predicted; `predicted` scales what its trainer foresaw."""
     (folder / "observations").mkdir(parents=True)
     if predicted == 1:
-        (folder / "observations" / SCHEDULE_FILE).write_bytes(scheduler.schedule(num_steps // 2).to_bytes())
+        Observations(folder / "observations", 0, ()).keep_schedule(scheduler.schedule(num_steps // 2))
     lines, rows = [], []
     nodes = scheduler.pricer.nodes
     for step in range(num_steps):

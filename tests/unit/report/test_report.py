@@ -31,11 +31,13 @@ from dflop.report.charts.time_split import draw_time_split
 from dflop.report.charts.timeline import draw_timeline
 from dflop.report.charts.training import draw_training
 from dflop.report.picture import Picture, write_picture
+from dflop.report.run import read_run
 from dflop.report.schedules import price_preview, replay
 from dflop.step import workers_of
 from dflop.store import (
     read_table,
 )
+from dflop.train.observations import SCHEDULE_FILE
 from dflop.train.step_seconds import PARTS, seconds_frame
 
 CHARTS = ("costs", "memory", "plans", "savings", "time_split", "timeline", "training")
@@ -284,6 +286,47 @@ def test_a_missing_artifact_names_the_command_that_makes_it(write_made_up_costs,
     with pytest.raises(UserError, match=r"candidates\.parquet does not exist; make it with `dflop plan`"):
         write_report(config_of(SMALL), tmp_path, tmp_path / "report")
     assert not (tmp_path / "report").exists()
+
+
+@pytest.fixture(scope="module")
+def run_to_damage(write_made_up_costs, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("damaged"), write_made_up_costs)
+
+
+@pytest.mark.parametrize("damage", [lambda content: bytes(255 - byte for byte in content), lambda _: b""])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("candidates.parquet", "plan"),
+        ("plan.yaml", "plan"),
+        ("schedule.parquet", "schedule"),
+        ("shapes.duckdb", "merge-shapes"),
+        ("costs.duckdb", "fit-costs"),
+        ("train/metrics.jsonl", "train"),
+        ("train/summary.json", "train"),
+        ("train/observations.duckdb", "train"),
+    ],
+)
+def test_a_damaged_artifact_is_one_line_with_the_command_that_makes_it(run_to_damage, name, command, damage):
+    path = run_to_damage / name
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    try:
+        with pytest.raises(UserError, match=rf"^\S*{name}\b.*`dflop {command}`") as caught:
+            read_run(run_to_damage)
+    finally:
+        path.write_bytes(whole)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_schedule_of_a_step_is_moved_aside(run_to_damage, capsys):
+    path = run_to_damage / "train/observations" / SCHEDULE_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+    assert read_run(run_to_damage).trained.schedule is None
+    assert f"{path}: it is not as it was written" in capsys.readouterr().err
+    path.write_bytes(whole)
+    assert read_run(run_to_damage).trained.schedule is not None
 
 
 def test_a_preview_of_other_data_is_refused(usual):

@@ -1,0 +1,107 @@
+"""Results that were damaged on their way: a table is read as it was written, or refused in one line."""
+
+import random
+from itertools import count
+
+import polars as pl
+import pytest
+import yaml
+from fuzzing import damaged, fuzz
+
+from dflop.base import UserError
+from dflop.costs import CostModel
+from dflop.plan import Grid, Plan, load_plan, read_plan_file
+from dflop.search import read_baselines
+from dflop.store import read_parquet, write_parquet
+
+TABLE = pl.DataFrame(
+    {
+        "name": ["a", None, "é" * 40],
+        "seconds": [0.1, 2.5, float("inf")],
+        "layers": [[1, 2], [], None],
+        "is_so": [True] * 3,
+    }
+)
+PLAN = Plan(
+    placement="disjoint",
+    grids=(Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, rank_offset=1)),
+    num_microbatches=2,
+)
+
+
+def flipped(content: bytes, rng: random.Random) -> bytes:
+    """A copy with one to three bits flipped anywhere, as a disk or a network leaves it."""
+    copy = bytearray(content)
+    for _ in range(rng.choice((1, 1, 3))):
+        copy[rng.randrange(len(copy))] ^= 1 << rng.randrange(8)
+    return bytes(copy)
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "table.parquet"
+    write_parquet(TABLE, path)
+    return path.read_bytes()
+
+
+def test_no_bit_that_flips_in_a_table_makes_another_table(table, tmp_path):
+    """Without checksums about a third of such files are read as other numbers."""
+    refused = count()
+
+    def read(path):
+        try:
+            frame = read_parquet(path, made_by="plan")
+        except UserError:
+            next(refused)
+        else:
+            assert frame.equals(TABLE)
+            assert frame.schema == TABLE.schema
+
+    fuzz({"table.parquet": table}, read, (), tmp_path, damage=flipped)
+    assert next(refused) > 100
+
+
+def test_a_table_with_bytes_lost_or_changed_is_refused(table, tmp_path):
+    fuzz({"table.parquet": table}, lambda path: read_parquet(path, made_by="plan"), UserError, tmp_path)
+
+
+def test_a_damaged_database_is_refused_or_read(write_made_up_costs, tmp_path):
+    whole = tmp_path / "whole.duckdb"
+    write_made_up_costs(whole)
+    good = {"costs.duckdb": whole.read_bytes()}
+    for damage in (flipped, damaged):
+        fuzz(good, CostModel.load, UserError, tmp_path, num_files=15, damage=damage)
+
+
+def test_a_damaged_plan_is_refused_or_read(tmp_path):
+    predicted = {"step_s": 0.5, "idle": 0.1, "memory_bytes": {"vision": 2e8, "llm": 6e8}, "bottleneck": "llm compute"}
+    sections = {
+        "plan": PLAN.to_dict(),
+        "predicted": predicted,
+        "why": "It is short.",
+        "loading": {"processes": 2},
+        "with_more_memory": {"plan": PLAN.to_dict(), "predicted": predicted},
+        "baselines": [
+            {"name": "a", "why_not": "it does not fit"},
+            {
+                "name": "b",
+                "step_s": 0.7,
+                "would_take": "1.4x as long",
+                "idle": 0.3,
+                "plan": "b",
+                "over_batches": [1.1, 2.0],
+            },
+        ],
+    }
+
+    def read(path):
+        load_plan(path)
+        read_baselines(path)
+        said = read_plan_file(path)
+        for part in (said, said.get("with_more_memory", {})):
+            if "predicted" in part:  # what the report computes from it
+                assert isinstance(max(part["predicted"]["memory_bytes"].values()) * part["predicted"]["step_s"], float)
+
+    good = {"plan.yaml": yaml.safe_dump(sections, sort_keys=False).encode()}
+    for damage in (flipped, damaged):
+        fuzz(good, read, UserError, tmp_path, num_files=40, damage=damage)
