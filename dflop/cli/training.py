@@ -35,14 +35,14 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     check_runnable(config.model.family)
     spec = load_model_spec(config.model)
     check_modules(spec, config.train.modules, "train.modules")
-    check_plan(plan_path, load_plan(plan_path), spec)
-    planned = planned_loaders(plan_path)
-    if config.train.loader_workers is None:
-        config = load_for("train", (*configs, f"train.loader_workers={planned}"))
-    elif 0 < config.train.loader_workers < planned:
+    plan = load_plan(plan_path)
+    check_plan(plan_path, plan, spec)
+    loaders = planned_loaders(plan_path, plan.world_size)
+    most = max(loaders)
+    if config.train.loader_workers and config.train.loader_workers < most:
         click.echo(
             f"dflop: `train.loader_workers` is {config.train.loader_workers}, and the plan found that a rank needs "
-            f"{planned}: ranks will wait for data; leave it out to have as many as needed",
+            f"{most}: ranks will wait for data; leave it out to have as many as each rank needs",
             err=True,
         )
     data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
@@ -71,6 +71,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         else:
             arguments = {"shapes": str(shapes), "costs": str(costs), "plan": str(plan_path), "out": str(out)}
             arguments |= {"measured_on": _measured_on(costs), "generation": generation.to_dict()}
+            arguments["loaders_of_ranks"] = loaders
             launch_ranks(config, plan=plan_path, arguments=arguments)
         if is_first:
             _write_results(config, out, plan_path, generation, left_out)

@@ -62,7 +62,7 @@ def _sentence(config: Config, shares: Mapping[str, np.ndarray], observed: pl.Dat
         )
     if largest == "peers":
         return _of_peers(shares, observed, taken)
-    workers = 1 if config.train.loader_workers is None else config.train.loader_workers
+    workers = "as in plan.yaml" if config.train.loader_workers is None else config.train.loader_workers
     worst = rank_names(observed).get(int(shares[largest].argmax()), "a rank")
     return {
         "data": f"The loaders bound this run: {worst} waited {taken} for data; raise `train.loader_workers` (now "

@@ -17,8 +17,8 @@ from dflop.train.rank_model import NodeModel, RankModel
 
 __all__ = ["load_again_and_again", "make_loader", "start_loading"]
 
-# Microbatches that each loader process holds ready.
-_PREFETCH = 8
+# Microbatches that a rank's loader processes hold ready: together so many, and each of many processes these.
+_PREFETCH, _OF_EACH = 8, 2
 
 
 def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterator:
@@ -75,8 +75,9 @@ def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: 
     """A DataLoader that does not read further ahead than the scheduler works. Otherwise they would wait for each other:
     the loader for a schedule, and the scheduler for the first step to begin."""
     most_ahead = max(1, config.schedule.lookahead_steps * stream.num_forwards)
-    wanted = config.train.loader_workers
+    wanted = config.train.loader_workers  # of this rank: `planned_loaders`; None only in comparisons
     num_workers = min(1 if wanted is None else wanted, most_ahead)
+    ahead = min(max(_PREFETCH, _OF_EACH * num_workers), most_ahead)
     return DataLoader(
         dataset,
         sampler=stream,
@@ -84,7 +85,7 @@ def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: 
         collate_fn=_as_it_is,
         num_workers=num_workers,
         multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
-        prefetch_factor=max(1, min(_PREFETCH, most_ahead // num_workers)) if num_workers else None,
+        prefetch_factor=ahead // num_workers if num_workers else None,
         pin_memory=config.cluster.device == "cuda",
         persistent_workers=stays and num_workers > 0,
         worker_init_fn=_give_way if config.cluster.device == "cpu" else None,

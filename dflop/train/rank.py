@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,11 @@ def main() -> int:
         measured_on=request["measured_on"],
     )
     try:
-        Trainer(load_config(request["config"]), files, stop).train()
+        config = load_config(request["config"])
+        if config.train.loader_workers is None:
+            planned = request["loaders_of_ranks"][int(os.environ["RANK"])]
+            config = replace(config, train=replace(config.train, loader_workers=planned))
+        Trainer(config, files, stop).train()
     except UserError as error:
         print(f"dflop: {error}", file=sys.stderr, flush=True)
         return 2

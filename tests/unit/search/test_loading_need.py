@@ -2,14 +2,19 @@
 
 import dataclasses
 
+import numpy as np
 import polars as pl
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflop.base import UserError
 from dflop.config import ClusterConfig
 from dflop.loading import LoadingTimes
 from dflop.plan import Grid, Plan
 from dflop.search import loading_need, loading_note, planned_loaders
+from dflop.search.loader_processes import _divided
 from dflop.store import LOADING_SCHEMA
 
 
@@ -41,7 +46,7 @@ def need(plan: Plan, cluster: ClusterConfig, loading: LoadingTimes, *, step_s: f
 def test_encoder_ranks_share_the_media_and_the_ends_of_the_llm_read_text():
     found = need(DISJOINT, GPUS, times(vision_s=0.1, llm_s=0.01, num_cores=64))
     assert found.rank_s == pytest.approx(20 * 0.1 / 2)
-    assert found.num_processes == 2  # a second of loading a step of a second, and some room
+    assert found.processes == (2, 2, 1, 1, 0, 0, 1, 1)  # with some room; the LLM's middle stage reads nothing
     assert found.step_s == 1.0
     text_bound = need(DISJOINT, GPUS, times(vision_s=0.001, llm_s=0.1, num_cores=64))
     assert text_bound.rank_s == pytest.approx(20 * 0.1 / 2)
@@ -60,19 +65,44 @@ def test_one_rank_of_a_tensor_parallel_group_decodes_for_all_and_each_reads_text
     )
     doubled = need(divided, GPUS, times(vision_s=0.5, llm_s=0.0, num_cores=16))
     assert doubled.rank_s == alone.rank_s
-    assert doubled.step_s == alone.step_s == pytest.approx(5.0 / 2)
+    assert doubled.step_s == alone.step_s == pytest.approx((8 * 1.0 + 20 * 2 * 0.5) / 16)
     text = times(vision_s=0.0, llm_s=0.5, num_cores=16)
     plan = dataclasses.replace(divided, grids=(divided.grids[0], Grid(module="llm", num_ranks=4, tp=4, rank_offset=4)))
     assert need(plan, GPUS, text).step_s == pytest.approx((8 * 1.0 + 4 * 20 * 2 * 0.5) / 16)
 
 
-def test_no_more_processes_than_cores_and_then_loading_sets_the_step():
-    found = need(DISJOINT, GPUS, times(vision_s=1.0, llm_s=0.0, num_cores=24))
-    assert found.num_processes == 3
-    assert found.step_s == pytest.approx(10.0 / 3)
+def test_ranks_that_decode_share_the_cores_that_others_do_not_need():
+    """Two ranks decode, four read little. With the same number on all ranks these two had 3 of 24 cores each."""
+    found = need(DISJOINT, GPUS, times(vision_s=1.0, llm_s=0.001, num_cores=24))
+    assert found.processes == (6, 6, 1, 1, 0, 0, 1, 1)  # and a core for each of the eight ranks
+    assert found.step_s == pytest.approx(
+        (8 * 1.0 + 20 * 2 * (1.0 + 2 * 0.001)) / 24
+    )  # cores, of which decoders use two
     note = loading_note(found, 1.0)
-    assert "Loading bounds this run: on 24 cores a node the step will take about 3.33 s" in note
+    assert "6 loader processes there, 16 in all" in note
+    assert "Loading bounds this run: on 24 cores a node the step will take about 2 s" in note
     assert "data.video" in note
+    enough = need(DISJOINT, GPUS, times(vision_s=1.0, llm_s=0.001, num_cores=64))
+    assert enough.processes == (12, 12, 1, 1, 0, 0, 1, 1)
+    assert "bounds" not in loading_note(enough, 1.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(0, 20).map(lambda number: round(number, 1)), min_size=1, max_size=5),
+    st.integers(0, 12),
+)
+def test_no_other_way_to_divide_the_cores_shortens_the_longest_loading(rank_s, cores):
+    shares = np.array(rank_s)
+    found = _divided(cores, shares, 1.0)
+    loads = shares > 0
+    assert (found[~loads] == 0).all()
+    assert (found[loads] >= 1).all()
+    assert found.sum() <= max(cores, loads.sum())
+    longest = (shares / np.maximum(found, 1)).max()
+    if 1.2 * longest > 1.0:
+        needed = np.ceil(shares[loads] / (longest - 1e-9)).sum()  # processes with which all loading takes less
+        assert needed > cores
 
 
 def test_on_cpus_ranks_and_loaders_share_the_cores():
@@ -93,16 +123,31 @@ def test_each_machine_has_its_own_cores():
     assert found.step_s == pytest.approx((2 * 1.0 + 2 * 2.0) / 4)
 
 
-@pytest.mark.parametrize(("text", "number"), [("plan: {}", 1), ("loading: {processes: 3}", 3), ("", 1)])
-def test_training_takes_the_number_from_the_plan(text, number, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("plan: {}", [1, 1, 1]),
+        ("", [1, 1, 1]),
+        ("loading: {processes: 3}", [3, 3, 3]),
+        ("loading: {processes: 3, processes_of_ranks: 3 0 1}", [3, 1, 1]),
+    ],
+)
+def test_training_takes_the_numbers_from_the_plan(text, numbers, tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    assert planned_loaders(path) == number
+    assert planned_loaders(path, 3) == numbers
 
 
-@pytest.mark.parametrize("value", ["0", "many", "1.5", "true"])
-def test_a_number_that_cannot_be_is_refused(value, tmp_path):
+def test_the_numbers_of_a_plan_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text(f"loading: {{processes: {value}}}")
-    with pytest.raises(UserError, match=r"plan.yaml: `loading.processes` is .*at least 1"):
-        planned_loaders(path)
+    found = need(DISJOINT, GPUS, times(vision_s=1.0, llm_s=0.001, num_cores=24))
+    path.write_text(yaml.safe_dump({"loading": found.to_dict()}))
+    assert planned_loaders(path, 8) == [max(1, number) for number in found.processes]
+
+
+@pytest.mark.parametrize("value", ["-1 1 1", "many", "1.5 1 1", "true", "1 2", "[1, 1, 1]"])
+def test_numbers_that_cannot_be_are_refused(value, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"loading: {{processes_of_ranks: {value}}}")
+    with pytest.raises(UserError, match=r"plan.yaml: .*`loading.processes_of_ranks`.* each of the 3 ranks"):
+        planned_loaders(path, 3)
