@@ -204,7 +204,8 @@ class MicrobatchLoader(Dataset):
                 undecodable.append(place)
         return LoadedMedia(
             batch=EncoderBatch(
-                items=None if self.processor is None else _stacked(items, self.processor.item_shape),
+                items=None if self.processor is None else _stacked(items, self.processor),
+                pixel_values=self.processor and self.processor.pixel_values,
                 media=tuple(layouts),
                 kept_tokens=tuple(kept[encoder] for kept in job.kept_tokens),
             ),
@@ -293,8 +294,10 @@ def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
     return torch.from_numpy(positions), list(itertools.accumulate(llm_tokens))
 
 
-def _stacked(items: list[np.ndarray], item_shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(items) if items else np.zeros((0, *item_shape), dtype=np.float32))
+def _stacked(items: list[np.ndarray], processor: MediaProcessor) -> torch.Tensor:
+    dtype = np.uint8 if processor.pixel_values else np.float32
+    stacked = np.concatenate([np.empty((0, *processor.item_shape), dtype), *items])
+    return torch.from_numpy(np.ascontiguousarray(stacked))  # processors may leave axes in another order
 
 
 def _said(shape: MediumShape) -> str:

@@ -9,14 +9,36 @@ import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "TextBatch"]
+__all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "PixelValues", "TextBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class PixelValues:
+    """What an encoder computes from for each byte of each colour: `table`, float32 [num_colours, 256], made by the
+    family's image processor. In an item, `plane` bytes of one colour lie side by side, and then those of the next.
+
+    Pixels travel to the device as bytes, a quarter of their values. Looked up there, they are the processor's own
+    values, bit by bit.
+    """
+
+    table: torch.Tensor
+    plane: int
+
+    def of(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of items, uint8 [num_items, *item_shape], in the same shape. The table may be elsewhere."""
+        table = self.table.to(pixels.device, non_blocking=True)
+        num_colours, num_bytes = table.shape
+        first = torch.arange(0, num_colours * num_bytes, num_bytes, dtype=torch.int32, device=pixels.device)
+        place = pixels.view(-1, num_colours, self.plane) + first[:, None]
+        return table.flatten().to(dtype).index_select(0, place.flatten()).view(pixels.shape)
 
 
 class MediaProcessor(Protocol):
-    """Turns decoded media into the items of one encoder, float32 [num_items, *item_shape]. Only the methods for the
-    kinds of media that the encoder takes are needed."""
+    """Turns decoded media into the items of one encoder, [num_items, *item_shape]: uint8 if there are `pixel_values`,
+    and otherwise float32. Only the methods for the kinds of media that the encoder takes are needed."""
 
     item_shape: tuple[int, ...]
+    pixel_values: PixelValues | None
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
         """The items of each of a sample's pictures."""
@@ -49,20 +71,30 @@ class MediumLayout:
 class EncoderBatch:
     """Media of the samples that one replica of an encoder computes for one microbatch.
 
-    `items` is [num_items, *item_shape], and None on an encoder's later stages. `media` holds each sample's media in
-    order. `kept_tokens` has one number a sample: how many of its media tokens the LLM sees (fewer than all only if the
-    sample is truncated).
+    `items` is [num_items, *item_shape], and None on an encoder's later stages. With `pixel_values` they are bytes, of
+    which `to` makes values. `media` holds each sample's media in order. `kept_tokens` has one number a sample: how many
+    of its media tokens the LLM sees (fewer than all only if the sample is truncated).
     """
 
     items: torch.Tensor | None
     media: tuple[tuple[MediumLayout, ...], ...]
     kept_tokens: tuple[int, ...]
+    pixel_values: PixelValues | None = None
 
     def pin_memory(self) -> "EncoderBatch":
-        return self if self.items is None else replace(self, items=self.items.pin_memory())
+        if self.items is None:
+            return self
+        values = self.pixel_values  # they are few, but a copy from other memory would wait for the device
+        values = values and replace(values, table=values.table.pin_memory())
+        return replace(self, items=self.items.pin_memory(), pixel_values=values)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "EncoderBatch":
-        return self if self.items is None else replace(self, items=self.items.to(device, dtype, non_blocking=True))
+        if self.items is None:
+            return self
+        if self.pixel_values is None:
+            return replace(self, items=self.items.to(device, dtype, non_blocking=True))
+        pixels = self.items.to(device, non_blocking=True)
+        return replace(self, items=self.pixel_values.of(pixels, dtype), pixel_values=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BaseImageProcessor
 
-__all__ = ["read_image_processor", "write_processor"]
+from dflop.models.microbatch import PixelValues
+
+__all__ = ["pixel_values_of", "read_image_processor", "write_processor"]
 
 _PROCESSOR, _IMAGES = "processor_config.json", "preprocessor_config.json"
 _FILES = (_PROCESSOR, _IMAGES, "video_preprocessor_config.json")
@@ -30,6 +35,16 @@ def read_image_processor(checkpoint: Path | None, usual: _Images) -> _Images:
     if "image_processor" in whole or (checkpoint / _IMAGES).is_file():
         return type(usual).from_pretrained(checkpoint, size=usual.to_dict()["size"])
     return usual
+
+
+def pixel_values_of(processor: PilBackend, plane: int) -> PixelValues:
+    """What an image processor makes of the bytes of pictures that have their size, for items with such a `plane`."""
+    pixels = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
+    if processor.do_rescale:
+        pixels = processor.rescale(pixels, scale=processor.rescale_factor)
+    if processor.do_normalize:
+        pixels = processor.normalize(pixels, mean=processor.image_mean, std=processor.image_std)
+    return PixelValues(torch.from_numpy(pixels.astype(np.float32).reshape(3, 256)), plane)
 
 
 def write_processor(

@@ -149,7 +149,9 @@ def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture
     model, found = runtime.architecture.from_pretrained(written, output_loading_info=True)
     assert not any(found.values()), found
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 200, 3), dtype=np.uint8))
-    (items,) = runtime.processors["vision"](spec, written).images([picture])
+    processor = runtime.processors["vision"](spec, written)
+    (items,) = processor.images([picture])
+    items = processor.pixel_values.of(torch.from_numpy(items), torch.float32).numpy()
     count = spec.rules.image(200, 60, 1)
     assert len(items) == count.num_items > 1
     tokenizer = ChatTokenizer(written)  # which has all that the family's texts need by now

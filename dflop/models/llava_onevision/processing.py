@@ -1,7 +1,6 @@
 """Pixels for LLaVA-OneVision's encoder, through transformers' own image processor.
 
-Frames go through the same resize, rescale and normalise as `LlavaOnevisionVideoProcessor` applies, which
-itself needs torchvision.
+Frames go through the same resize as `LlavaOnevisionVideoProcessor` applies, which itself needs torchvision.
 """
 
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 from PIL import Image
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from dflop.models.processor_files import read_image_processor, write_processor
+from dflop.models.processor_files import pixel_values_of, read_image_processor, write_processor
 from dflop.models.spec import ModelSpec
 
 __all__ = ["LlavaOnevisionPixels"]
@@ -25,7 +24,7 @@ class LlavaOnevisionPixels:
         self.processor = read_image_processor(checkpoint, usual)
         if spec.hf_config.get("image_grid_pinpoints"):
             self.processor.image_grid_pinpoints = spec.hf_config["image_grid_pinpoints"]
-        self.item_shape = (3, side, side)
+        self.item_shape, self.pixel_values = (3, side, side), pixel_values_of(self.processor, side**2)
 
     def save(self, folder: Path) -> None:
         """Write the processor's files."""
@@ -44,16 +43,16 @@ class LlavaOnevisionPixels:
         )
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
-        """Crops of each of a sample's pictures, float32 [num_items, 3, image_size, image_size]."""
-        return list(self.processor([images], do_pad=False, return_tensors=None)["pixel_values"])
+        """Crops of each of a sample's pictures, uint8 [num_items, 3, image_size, image_size]."""
+        made = self.processor([images], do_pad=False, do_rescale=False, do_normalize=False, return_tensors=None)
+        return list(made["pixel_values"])
 
     def frames(self, frames: list[Image.Image]) -> np.ndarray:
-        """One item a frame, float32 [num_frames, 3, image_size, image_size]."""
-        size = self.processor.size
+        """One item a frame, uint8 [num_frames, 3, image_size, image_size]."""
         processor = self.processor
-        items = []
-        for frame in frames:
-            pixels = processor.resize(np.asarray(frame).transpose(2, 0, 1), size=size, resample=processor.resample)
-            pixels = processor.rescale(pixels, scale=processor.rescale_factor)
-            items.append(processor.normalize(pixels, mean=processor.image_mean, std=processor.image_std))
-        return np.stack(items).astype(np.float32)
+        return np.stack(
+            [
+                processor.resize(np.asarray(frame).transpose(2, 0, 1), size=processor.size, resample=processor.resample)
+                for frame in frames
+            ]
+        )

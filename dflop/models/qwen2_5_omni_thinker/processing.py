@@ -38,6 +38,8 @@ class Qwen25OmniPatches(Qwen25VlPatches):
 class Qwen25OmniSounds:
     """From decoded sounds to the audio encoder's items, each a chunk of mel frames."""
 
+    pixel_values = None
+
     def __init__(self, spec: ModelSpec, checkpoint: Path | None = None) -> None:
         self.rules, num_mels = spec.rules, spec.hf_config["audio_config"].get("num_mel_bins", 128)
         self.item_shape = (num_mels, self.rules.chunk_frames)

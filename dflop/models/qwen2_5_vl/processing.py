@@ -1,7 +1,6 @@
 """Patches for Qwen2.5-VL's encoder, through transformers' own image processor.
 
-Frames go through the same resize, rescale and normalise as `Qwen2VLVideoProcessor` applies, which itself needs
-torchvision.
+Frames go through the same resize as `Qwen2VLVideoProcessor` applies, which itself needs torchvision.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from dflop.models.processor_files import read_image_processor, write_processor
+from dflop.models.processor_files import pixel_values_of, read_image_processor, write_processor
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.models.spec import ModelSpec
 
@@ -49,6 +48,7 @@ class Qwen25VlPatches:
             **self.colours,
         )
         self.processor = read_image_processor(checkpoint, usual)
+        self.pixel_values = pixel_values_of(self.processor, self.patch_values // 3)
 
     def save(self, folder: Path) -> None:
         """Write the processor's files, and name the tokens that it asks the tokenizer for."""
@@ -65,14 +65,14 @@ class Qwen25VlPatches:
         )
 
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
-        """Items of each of a sample's pictures, float32 [num_items, patches a token, values a patch]."""
-        made = self.processor(images, return_tensors=None)
-        items = np.asarray(made["pixel_values"], dtype=np.float32).reshape(-1, *self.item_shape)
+        """Items of each of a sample's pictures, uint8 [num_items, patches a token, values a patch]."""
+        made = self.processor(images, do_rescale=False, do_normalize=False, return_tensors=None)
+        items = made["pixel_values"].astype(np.uint8).reshape(-1, *self.item_shape)  # of whole numbers
         counts = np.prod(made["image_grid_thw"], axis=1) // self.item_shape[0]
         return np.split(items, np.cumsum(counts)[:-1])
 
     def frames(self, frames: list[Image.Image]) -> np.ndarray:
-        """Items of a clip, step after step in time, float32 [num_items, patches a token, values a patch]. If the last
+        """Items of a clip, step after step in time, uint8 [num_items, patches a token, values a patch]. If the last
         step lacks frames, the last frame is repeated."""
         rules, processor = self.rules, self.processor
         rows, columns = self.patches_of_frame(len(frames), *frames[0].size)
@@ -81,11 +81,9 @@ class Qwen25VlPatches:
         for frame in frames:
             # `PilBackend.resize` takes a size; the image processor's own `resize` takes limits for a picture.
             pixels = np.asarray(frame).transpose(2, 0, 1)
-            pixels = PilBackend.resize(processor, pixels, size=size, resample=processor.resample)
-            pixels = processor.rescale(pixels, scale=processor.rescale_factor)
-            made.append(processor.normalize(pixels, mean=processor.image_mean, std=processor.image_std))
+            made.append(PilBackend.resize(processor, pixels, size=size, resample=processor.resample))
         made += [made[-1]] * (-len(made) % rules.temporal_patch_size)
-        return self._patches(np.stack(made).astype(np.float32))
+        return self._patches(np.stack(made))
 
     def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of patches of each of a clip's frames."""

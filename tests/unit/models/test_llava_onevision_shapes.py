@@ -127,9 +127,14 @@ def test_the_llm_never_sees_more_than_the_cap_of_crops_allows(oracle, width, hei
 def test_the_training_path_makes_the_items_that_the_rules_promise(sizes):
     rules = make_spec("tiny", PRESETS["tiny"]).rules
     pixels = LlavaOnevisionPixels(make_spec("tiny", PRESETS["tiny"]))
-    crops = pixels.images([Image.new("RGB", size) for size in sizes])
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)) for size in sizes]
+    crops = pixels.images(pictures)
     assert [len(items) for items in crops] == [rules.image(*size, len(sizes)).num_items for size in sizes]
     assert {items.shape[1:] for items in crops} == {(3, rules.image_size, rules.image_size)}
+    made = pixels.processor([pictures], do_pad=False, return_tensors=None)["pixel_values"]
+    found = pixels.pixel_values.of(torch.from_numpy(np.concatenate(crops)), torch.float32)
+    np.testing.assert_array_equal(found, np.concatenate(made))
 
 
 def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
@@ -138,8 +143,8 @@ def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
     pixels = LlavaOnevisionPixels(make_spec("tiny", PRESETS["tiny"]))
     noise = np.random.default_rng(0).integers(0, 256, (rules.image_size, rules.image_size, 3), dtype=np.uint8)
     frame = Image.fromarray(noise)
-    (item,) = pixels.frames([frame])
-    np.testing.assert_allclose(item, pixels.images([frame])[0][0], atol=1e-5)
+    np.testing.assert_array_equal(pixels.frames([frame]), pixels.images([frame])[0][:1])
+    (item,) = pixels.pixel_values.of(torch.from_numpy(pixels.frames([frame])), torch.float32)
     mean, std = np.array(pixels.processor.image_mean), np.array(pixels.processor.image_std)
     np.testing.assert_allclose(item, ((noise / 255 - mean) / std).transpose(2, 0, 1), atol=1e-5)
 

@@ -1,15 +1,16 @@
 """The files of a processor beside a trained model are those that transformers reads; a checkpoint's own are kept."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from dflop.models import ItemCount, family_names, family_of, load_runtime
+from dflop.models.microbatch import EncoderBatch
 from dflop.shapes import ChatTokenizer
 
 
@@ -87,9 +88,14 @@ def test_the_processor_makes_of_pictures_what_training_makes(written):
     count = spec.rules.image(200, 90, 1)
     (placeholder,) = {ChatTokenizer(None, spec.rules).placeholder_ids["image"]}
     assert int((made["input_ids"] == placeholder).sum()) == count.num_tokens
-    assert made["pixel_values"].numel() == count.num_items * math.prod(
-        load_runtime(family).processors["vision"](spec, None).item_shape
-    )
+    pixels = load_runtime(family).processors["vision"](spec, None)
+    (items,) = pixels.images([picture])
+    assert items.shape == (count.num_items, *pixels.item_shape)
+    assert items.dtype == np.uint8
+    loaded = EncoderBatch(items=torch.from_numpy(items), media=(), kept_tokens=(), pixel_values=pixels.pixel_values)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = loaded.to(torch.device("cpu"), dtype).items
+        assert torch.equal(values.flatten(), made["pixel_values"].flatten().to(dtype))  # bit by bit
 
 
 def test_the_files_of_a_checkpoint_are_kept_as_they_are(tmp_path):

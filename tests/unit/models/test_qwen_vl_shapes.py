@@ -141,7 +141,8 @@ def test_the_processor_makes_the_items_that_the_rules_promise_and_transformers_p
     items = processor.images(pictures)
     assert [len(of_picture) for of_picture in items] == [spec.rules.image(*size, len(many)).num_items for size in many]
     made = processor.processor(pictures, return_tensors=None)
-    np.testing.assert_array_equal(np.concatenate(items).reshape(-1, processor.patch_values), made["pixel_values"])
+    found = processor.pixel_values.of(torch.from_numpy(np.concatenate(items)), torch.float32)
+    np.testing.assert_array_equal(found.view(-1, processor.patch_values), made["pixel_values"])
     assert len(processor.frames([pictures[0]] * 3)) == spec.rules.video(3, *many[0]).num_items
 
 

@@ -213,7 +213,9 @@ def draw_sample(case: Case, pixels, rules, rng, sizes=(), num_frames=0) -> Sampl
         pictures = [
             Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes
         ]
-        items = [part.astype(float) for part in pixels.images(pictures)]
+        items = [
+            pixels.pixel_values.of(torch.from_numpy(part), torch.float64).numpy() for part in pixels.images(pictures)
+        ]
         counts = [rules.image(width, height, len(sizes)) for width, height in sizes]
         assert [count.num_items for count in counts] == list(map(len, items))
     elif num_frames:

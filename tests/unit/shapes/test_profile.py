@@ -69,11 +69,12 @@ def load(tiny_spec, tokenizer, reader):
             if row["num_items"]:
                 visual = media_loader[job]
                 assert visual.unreadable == ()
-                num_items = len(visual.batch.items)
-                whole = replace(visual.batch, kept_tokens=(1 << 30,))
+                batch = visual.batch.to(torch.device("cpu"), torch.float32)
+                num_items = len(batch.items)
+                whole = replace(batch, kept_tokens=(1 << 30,))
                 with torch.no_grad():
                     num_features = len(encoder(whole)[0])
-                    assert len(encoder(visual.batch)[0]) == row["kept_vision_tokens"]
+                    assert len(encoder(batch)[0]) == row["kept_vision_tokens"]
             loaded.append(Loaded(num_items, num_features, text_loader[job]))
         return loaded
 
