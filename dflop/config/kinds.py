@@ -6,6 +6,7 @@ A validator's words follow the key in a message: "`train.steps` is 0; it must be
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,9 +23,12 @@ SAMPLING_FORMS = "all, first:30%, first:1000, end:… or random:…, with a whol
 def _number(kind: type, wanted: str, holds: Callable[[Any], bool]) -> Any:
     """Numbers for which `holds` is true; true and false are none."""
 
-    def refuse_bool(value: Any) -> Any:
+    def read(value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError(f"is {value!r}; it must be {'a whole number' if kind is int else 'a number'}")
+        if kind is int and isinstance(value, str) and "e" in value.lower():  # YAML reads 1e3 as a text
+            with suppress(ValueError):
+                return float(value)
         return value
 
     def check(value: Any) -> Any:
@@ -32,7 +36,7 @@ def _number(kind: type, wanted: str, holds: Callable[[Any], bool]) -> Any:
             raise ValueError(f"is {value}; it must be {wanted}")
         return value
 
-    return Annotated[kind, BeforeValidator(refuse_bool), AfterValidator(check)]
+    return Annotated[kind, BeforeValidator(read), AfterValidator(check)]
 
 
 def _text(form: str, wanted: str) -> Any:

@@ -1,6 +1,7 @@
 """What pydantic finds wrong in a config, in our words: the key, its value and what would be right."""
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +23,9 @@ def message_of(error: Mapping[str, Any]) -> str:
     place, value, kind = error["loc"], error["input"], error["type"]
     key, section = _key_at(place), _section_at(place)
     is_no_module = kind == "dataclass_type" and (place[0], *place[-2:-1]) == ("plan", "modules")
-    if is_no_module or kind in (UNKNOWN_KEY, "invalid_key"):
-        known = _keys_of(FixedPlan if is_no_module else _section_at(place[:-1]))
+    known = _keys_of(FixedPlan) if is_no_module else []
+    if kind in (UNKNOWN_KEY, "invalid_key") or difflib.get_close_matches(str(place[-1]), known):
+        known = known or _keys_of(_section_at(place[:-1]))
         way_out = way_out_of(str(place[-1]), known, key.removesuffix(str(place[-1])))
         return f"unknown key `{key}` (value {value!r}); {way_out}"
     if kind == "value_error":
@@ -34,6 +36,8 @@ def message_of(error: Mapping[str, Any]) -> str:
             return f"`{key}` is {value!r}, which was removed; it must {wanted}"
     elif kind == "dataclass_type":
         wanted = f"hold the keys {', '.join(_keys_of(section))}"
+        if is_no_module:
+            wanted += f" if it is a module; other keys here are {', '.join(known)}"
     elif kind == "dict_type":
         wanted = f"hold names, each with {', '.join(_keys_of(section))}"
     elif kind == "list_type":

@@ -66,7 +66,6 @@ def leaf_keys(section: type, prefix: str = "") -> list[str]:
         ({"train": {"step": 1}}, "`train.step`", "did you mean `train.steps`?"),
         ({"data": {"video": {"max_frame": 3}}}, "`data.video.max_frame`", "did you mean `data.video.max_frames`?"),
         ({"plan": {"fixed": {"num_microbatch": 2}}}, "`plan.fixed.num_microbatch`", "did you mean `plan.fixed.num_mic"),
-        ({"plan": {"fixed": {"modules": 2}}}, "`plan.fixed.modules`", "known here: placement, num_microbatches"),
         ({"plan": {"fixed": {"llm": {"ranks": 2}}}}, "`plan.fixed.llm.ranks`", "known here: tp, pp, dp"),
         ({"plan": {"today": {"llm": {"ranks": 2}}}}, "`plan.today.llm.ranks`", "known here: tp, pp, dp"),
         (
@@ -81,6 +80,14 @@ def test_an_unknown_key_is_named_in_full_with_what_was_probably_meant(config, na
     message = refusal(config)
     assert f"unknown key {name}" in message
     assert way_out in message
+
+
+@pytest.mark.parametrize("steps", ["1e3", "1.0E3", "1000.0", "1_000"])
+def test_a_whole_number_may_be_written_as_yaml_reads_a_float_or_text(steps, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"train: {{steps: {steps}}}")
+    for layer in (path, f"train.steps={steps}"):
+        assert load_config(layer).train.steps == 1000
 
 
 def test_an_unknown_key_is_reported_with_the_file_that_holds_it(tmp_path):
@@ -103,6 +110,8 @@ def test_a_wrong_value_is_reported_with_the_last_layer_that_has_it(tmp_path):
     [
         ("train.steps", 1.5, "a whole number"),
         ("train.steps", "many", "a whole number"),
+        ("plan.fixed.llm", 3, "hold the keys tp, pp, dp, sharding if it is a module; other keys here are placement"),
+        ("plan.fixed.modules", 2, "hold the keys tp, pp, dp, sharding if it is a module"),
         ("train.steps", True, "a whole number"),
         ("train.steps", [3], "a whole number"),
         ("train.lr", "fast", "a number"),
