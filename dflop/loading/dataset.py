@@ -297,7 +297,7 @@ def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
 def _stacked(items: list[np.ndarray], processor: MediaProcessor) -> torch.Tensor:
     dtype = np.uint8 if processor.pixel_values else np.float32
     stacked = np.concatenate([np.empty((0, *processor.item_shape), dtype), *items])
-    return torch.from_numpy(np.ascontiguousarray(stacked))  # processors may leave axes in another order
+    return torch.from_numpy(np.ascontiguousarray(stacked))  # a processor may leave axes in another order
 
 
 def _said(shape: MediumShape) -> str:

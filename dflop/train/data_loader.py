@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -13,6 +14,7 @@ from dflop.plan import Plan
 from dflop.shapes import list_sources
 from dflop.step import Node
 from dflop.train.feed import JobStream
+from dflop.train.lost_loaders import end_if_not_handed_over
 from dflop.train.rank_model import NodeModel, RankModel
 
 __all__ = ["load_again_and_again", "make_loader", "start_loading"]
@@ -88,13 +90,14 @@ def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: 
         prefetch_factor=ahead // num_workers if num_workers else None,
         pin_memory=config.cluster.device == "cuda",
         persistent_workers=stays and num_workers > 0,
-        worker_init_fn=_give_way if config.cluster.device == "cpu" else None,
+        worker_init_fn=partial(_begin_worker, 19 if config.cluster.device == "cpu" else 0),
     )
 
 
-def _give_way(_: int) -> None:
+def _begin_worker(niceness: int, _: int) -> None:
     """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores."""
-    os.nice(19)
+    os.nice(niceness)
+    end_if_not_handed_over()
 
 
 def _as_it_is(batch: object) -> object:

@@ -198,7 +198,6 @@ class EncoderWork(_Work):
         items = batch.items
         if not ranks.is_first:
             items = torch.empty((num_items, *self._processor.item_shape), dtype=self._dtype, device=self.device)
-        items = items.contiguous()  # `broadcast` sends memory as it is, and a processor may leave axes in another order
         dist.broadcast(items, src=ranks.ranks[0], group=ranks.group)
         return replace(batch, items=items)
 

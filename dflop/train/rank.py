@@ -12,6 +12,7 @@ from transformers.utils import logging
 from dflop.base import UserError
 from dflop.config import load_config
 from dflop.train.generation import Generation
+from dflop.train.lost_loaders import allow_open_files, in_one_line, why_loading_ended
 from dflop.train.run_folder import RunFiles
 from dflop.train.stopping import StopRequest, end_loaders
 from dflop.train.trainer import Trainer
@@ -22,6 +23,7 @@ def main() -> int:
     request = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
+    allow_open_files()
     files = RunFiles(
         **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")},
         generation=Generation(**request["generation"]),
@@ -34,7 +36,12 @@ def main() -> int:
             config = replace(config, train=replace(config.train, loader_workers=planned))
         Trainer(config, files, stop).train()
     except UserError as error:
-        print(f"dflop: {error}", file=sys.stderr, flush=True)
+        print(f"dflop: {in_one_line(error)}", file=sys.stderr, flush=True)
+        return 2
+    except (RuntimeError, OSError, EOFError) as error:  # torch raises one wherever the rank is when a loader dies
+        if not (reason := why_loading_ended(error)):
+            raise
+        print(f"dflop: {reason}", file=sys.stderr, flush=True)
         return 2
     finally:
         end_loaders()
