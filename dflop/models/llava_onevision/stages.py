@@ -1,11 +1,15 @@
 """LLaVA-OneVision's encoder as a stage, and how the whole model is cut into stages."""
 
+import math
+
 import torch
+from torch.nn.functional import interpolate
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+from transformers.models.llava_onevision import modeling_llava_onevision as modeling
 
 from dflop.base import UserError
 from dflop.models.division import Division, check_kind
-from dflop.models.microbatch import EncoderBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
 
 __all__ = ["VisionStage", "cut"]
@@ -106,12 +110,28 @@ class VisionStage(EncoderStage):
                 if medium.kind == "video":
                     parts += [model.apply_pooling(part).flatten(0, 1), model.image_newline[None].to(part.dtype)]
                 else:
-                    packed, _ = model.pack_image_features(
-                        [part],
-                        [(medium.height, medium.width)],
-                        image_newline=model.image_newline,
-                        vision_aspect_ratio=config.vision_aspect_ratio,
-                    )
-                    parts.append(packed[0])
+                    parts += self._of_picture(part, medium)
             features.append(torch.cat(parts)[:kept])
         return features
+
+    def _of_picture(self, crops: torch.Tensor, medium: MediumLayout) -> list[torch.Tensor]:
+        """A picture's features as the LLM reads them, from those of its crops [num_items, num_patches, width].
+
+        As transformers' `pack_image_features`, which also copies the number of features to the device, and waits.
+        """
+        config, newline = self.hf.config, self.hf.model.image_newline.to(crops.dtype)
+        if len(crops) == 1:
+            return [crops[0], newline[None]]
+        size, whole = (medium.height, medium.width), config.vision_config.image_size
+        grid = modeling.get_anyres_image_grid_shape(size, config.image_grid_pinpoints, whole)
+        side = whole // config.vision_config.patch_size
+        # [width, rows of patches, columns of patches]
+        picture = crops[1:].unflatten(1, (side, side)).unflatten(0, grid).permute(4, 0, 2, 1, 3).contiguous()
+        picture = modeling.unpad_image(picture.flatten(3, 4).flatten(1, 2), size)
+        most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        excess = math.sqrt(picture[0].numel() / (most * side**2))
+        if excess > 1.1:
+            smaller = [int(length // excess) for length in picture.shape[1:]]
+            picture = interpolate(picture[None], smaller, mode="bilinear")[0]
+        lines = torch.cat([picture, newline[:, None, None].expand(-1, picture.shape[1], 1)], dim=-1)
+        return [crops[0], lines.flatten(1).T]
