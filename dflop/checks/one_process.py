@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, linear
 from transformers import PretrainedConfig, PreTrainedModel
@@ -62,9 +61,9 @@ class Pass(NamedTuple):
 
     def split(self, text: TextBatch) -> list["Pass"]:
         """The parts of the packed samples; `text` is their microbatch."""
-        segment = torch.bucketize(text.target_positions, torch.tensor(text.segment_ends), right=True)
-        num_targets = torch.bincount(segment, minlength=len(text.segment_ends)).tolist()
-        lengths = np.diff([0, *text.segment_ends]).tolist()
+        segment = torch.bucketize(text.target_positions, torch.tensor(text.segment_ends.ends), right=True)
+        num_targets = torch.bincount(segment, minlength=len(text.segment_ends.ends)).tolist()
+        lengths = text.segment_ends.bounds.diff().tolist()
         parts = (
             self.logits.split(num_targets),
             self.target_ids.split(num_targets),

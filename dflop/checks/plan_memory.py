@@ -21,8 +21,8 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.costs.live_bytes import LiveBytes
 from dflop.loading.dataset import LoadedMedia, segments_of
-from dflop.models import ModelSpec, load_model_spec
-from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models import ModelSpec, load_model_spec, load_runtime
+from dflop.models.microbatch import MediumLayout, TextBatch
 from dflop.models.precision import COMPUTES_IN
 from dflop.plan import Plan
 from dflop.schedule import MEMORY_CATEGORIES, Assignment, Pricer, StepSchedule, tensor_bytes
@@ -184,7 +184,7 @@ def _inputs(
 ) -> Iterator[LoadedMedia | TextBatch]:
     """The inputs of the rank's forwards that read records, as loaders would give them."""
     side = load.picture_side
-    picture = spec.rules.image(side, side, load.num_pictures)
+    picture, runtime = spec.rules.image(side, side, load.num_pictures), load_runtime(spec.family)
     pictures = (MediumLayout("image", picture.num_items, side, side, picture.grid),) * load.num_pictures
     stages = {(program.nodes[built.index].module, built.node.pp_stage): built.stage for built in model.nodes}
     for node, microbatch in forwards:
@@ -199,8 +199,12 @@ def _inputs(
         kept = tuple(schedule.kept_tokens[chosen, schedule.encoders.index(node.module)].tolist())
         # No variable holds the items, which in training are in the host's memory and here would count as the device's.
         yield LoadedMedia(
-            batch=EncoderBatch(
-                items=torch.zeros(shape) if num_samples else None, media=(pictures,) * num_samples, kept_tokens=kept
+            batch=runtime.encoder_batch(
+                spec,
+                node.module,
+                items=torch.zeros(shape) if num_samples else None,
+                media=(pictures,) * num_samples,
+                kept_tokens=kept,
             )
         )
 
@@ -208,14 +212,14 @@ def _inputs(
 def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
     """The text of these samples, with zeros as tokens. The features' positions come first, then those of text."""
     _, segment_ends = segments_of(schedule.llm_tokens[chosen].tolist())
-    features = []
+    num_tokens, features = segment_ends.ends[-1], []
     for place, encoder in enumerate(schedule.encoders):
         ranks, kept = schedule.encoder_rank[chosen, place], schedule.kept_tokens[chosen, place]
         features += [torch.arange(int(kept[ranks == rank].sum())) for rank in range(plan.grid(encoder).dp)]
     num_targets = int(schedule.target_tokens[chosen].sum())
     return TextBatch(
-        token_ids=torch.zeros(segment_ends[-1], dtype=torch.int64),
-        position_ids=torch.zeros(segment_ends[-1], dtype=torch.int64),
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        position_ids=torch.zeros(num_tokens, dtype=torch.int64),
         segment_ends=segment_ends,
         feature_positions=tuple(features),
         target_positions=torch.zeros(num_targets, dtype=torch.int64),

@@ -9,7 +9,7 @@ import torch
 
 from dflop.costs.design import Point
 from dflop.models import ModelSpec, load_runtime
-from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.microbatch import SegmentEnds, TextBatch
 from dflop.models.stages import EncoderStage, LlmStage
 
 __all__ = ["MadeUpRuns", "Run"]
@@ -31,7 +31,7 @@ class MadeUpRuns:
     def __init__(self, spec: ModelSpec, module: str, stage: EncoderStage | LlmStage, dtype: torch.dtype) -> None:
         self._spec, self._module, self._stage, self._dtype = spec, module, stage, dtype
         self._device = next(stage.parameters()).device
-        self._make_up_media = load_runtime(spec.family).make_up_media
+        self._runtime = load_runtime(spec.family)
         # What a piece makes of its leaves before it reads them.
         self.receive: Callable[[torch.Tensor], torch.Tensor] = lambda leaf: leaf
         self._generator = torch.Generator(device=self._device).manual_seed(0)
@@ -45,16 +45,19 @@ class MadeUpRuns:
         """The point's columns in `measurements`, with an encoder's `sum_sq_tokens` as the model's family gives it."""
         if not point.num_items:
             return point.keys()
-        made_up = self._make_up_media(self._spec, self._module, point.num_items)
+        made_up = self._runtime.make_up_media(self._spec, self._module, point.num_items)
         return point.keys() | {"sum_sq_tokens": round(made_up.sum_sq_items)}
 
     def _of_encoder(self, encoder: EncoderStage, point: Point) -> Run:
-        made_up = self._make_up_media(self._spec, self._module, point.num_items)
-        batch = EncoderBatch(
+        made_up = self._runtime.make_up_media(self._spec, self._module, point.num_items)
+        media = tuple((medium,) for medium in made_up.media)
+        batch = self._runtime.encoder_batch(
+            self._spec,
+            self._module,
             items=self._random(point.num_items, *made_up.item_shape),
-            media=tuple((medium,) for medium in made_up.media),
-            kept_tokens=(_ALL_TOKENS,) * len(made_up.media),
-        )
+            media=media,
+            kept_tokens=(_ALL_TOKENS,) * len(media),
+        ).to(self._device, self._dtype)
         if point.piece == "first":
             return Run(lambda: [encoder.embed(replace(batch, items=self.receive(batch.items)))], [])
         if point.piece == "whole":
@@ -79,7 +82,7 @@ class MadeUpRuns:
         batch = TextBatch(
             token_ids=ids,
             position_ids=torch.cat([torch.arange(length, device=device) for length in point.segments]),
-            segment_ends=list(itertools.accumulate(point.segments)),
+            segment_ends=SegmentEnds(list(itertools.accumulate(point.segments))).to(device),
             feature_positions=(torch.arange(num_tokens // 2, device=device),),
             target_positions=targets,
             target_ids=ids[targets],

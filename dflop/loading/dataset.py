@@ -8,9 +8,9 @@ microbatches, so that torch's DataLoader prefetches them in worker processes.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from dflop.base import UserError
 from dflop.config import DataConfig
 from dflop.loading.decoding import MediaDecoder
-from dflop.models import SOUND_RATE_HZ, ModelSpec
-from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
+from dflop.models import SOUND_RATE_HZ, ModelSpec, load_runtime
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, SegmentEnds, TextBatch
 from dflop.shapes.manifests import Source, SourceRecords
 from dflop.shapes.reader import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
 from dflop.shapes.records import Medium, Record, RecordError, parse_record
@@ -73,16 +73,13 @@ class EncoderFeed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedMedia:
+class LoadedMedia(Movable):
     """A microbatch of media. `unreadable` has a sentence for each medium that is not what was profiled; `undecodable`
     has the positions in the job of the samples with media that could not be decoded."""
 
     batch: EncoderBatch
     unreadable: tuple[str, ...] = ()
     undecodable: tuple[int, ...] = ()
-
-    def pin_memory(self) -> "LoadedMedia":
-        return replace(self, batch=self.batch.pin_memory())
 
 
 @dataclass
@@ -123,7 +120,8 @@ class _Sample(NamedTuple):
 @dataclass
 class MicrobatchLoader(Dataset):
     """`loader[job]` is a `LoadedMedia` for a stage of encoder number `encoder`, and a `TextBatch` for a stage of the
-    LLM (`encoder` is None). Media are decoded only with a `processor`, which an encoder's first stage has."""
+    LLM (`encoder` is None). Media are decoded only with a `processor`, which an encoder's first stage has. `lay_out`
+    makes the batches' `layout` from their media, for encoders that have one."""
 
     records: TrainingRecords
     reader: ShapeReader
@@ -132,6 +130,7 @@ class MicrobatchLoader(Dataset):
     encoders: tuple[EncoderFeed, ...]
     encoder: int | None
     processor: MediaProcessor | None = None
+    lay_out: Callable[[Sequence[MediumLayout]], Movable] | None = None
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -202,12 +201,14 @@ class MicrobatchLoader(Dataset):
             items += decoded
             if blank:
                 undecodable.append(place)
+        media = list(itertools.chain.from_iterable(layouts))
         return LoadedMedia(
             batch=EncoderBatch(
                 items=None if self.processor is None else _stacked(items, self.processor),
                 pixel_values=self.processor and self.processor.pixel_values,
                 media=tuple(layouts),
                 kept_tokens=tuple(kept[encoder] for kept in job.kept_tokens),
+                layout=self.lay_out(media) if self.lay_out and media else None,
             ),
             unreadable=tuple(unreadable),
             undecodable=tuple(undecodable),
@@ -276,6 +277,7 @@ def microbatch_loader(
 ) -> MicrobatchLoader:
     """The loader of a module's microbatches; `num_replicas` has one number for each encoder."""
     encoders = [encoder.name for encoder in spec.encoders]
+    lay_out = load_runtime(spec.family).layouts.get(module)
     return MicrobatchLoader(
         records=records,
         reader=ShapeReader(spec.rules, data),
@@ -284,14 +286,15 @@ def microbatch_loader(
         encoders=tuple(EncoderFeed(encoder.media, dp) for encoder, dp in zip(spec.encoders, num_replicas, strict=True)),
         encoder=None if module == "llm" else encoders.index(module),
         processor=processor,
+        lay_out=partial(lay_out, spec) if lay_out else None,
     )
 
 
-def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, SegmentEnds]:
     """For samples of `llm_tokens` tokens, packed in a row: each token's position in its sample, int64 [num_tokens], and
-    the position at which each sample ends."""
+    where each sample ends."""
     positions = np.concatenate([np.arange(length) for length in llm_tokens])
-    return torch.from_numpy(positions), list(itertools.accumulate(llm_tokens))
+    return torch.from_numpy(positions), SegmentEnds(list(itertools.accumulate(llm_tokens)))
 
 
 def _stacked(items: list[np.ndarray], processor: MediaProcessor) -> torch.Tensor:

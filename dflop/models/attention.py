@@ -1,7 +1,7 @@
 """Attention over packed sequences: several samples in one row, none of which sees another.
 
 It is registered with transformers as `PACKED`, so that unmodified Hugging Face layers use it. The caller passes
-`segment_ends` (a list of end positions) through the layers' keyword arguments. In bf16 and fp16 on GPUs a
+`segment_ends` (`microbatch.SegmentEnds`) through the layers' keyword arguments. In bf16 and fp16 on GPUs a
 variable-length kernel runs: flash-attn's if it is installed, else torch's. Otherwise exact scaled-dot-product
 attention runs on each segment, or on several adjacent ones of the same length.
 """
@@ -17,17 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dflop.base.torch_versions import grouped_queries
+from dflop.models.microbatch import SegmentEnds
 
-__all__ = ["PACKED", "OneSegment", "SegmentEnds", "packed_attention"]
+__all__ = ["PACKED", "OneSegment", "packed_attention"]
 
 PACKED = "dflop_packed"
-
-
-class SegmentEnds:
-    """Where segments end, as an object whose values torch.compile does not specialise on."""
-
-    def __init__(self, ends: list[int]) -> None:
-        self.ends = ends
 
 
 class OneSegment:
@@ -59,7 +53,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segment_ends: list[int] | SegmentEnds,
+    segment_ends: SegmentEnds,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool = True,
@@ -70,8 +64,6 @@ def packed_attention(
     `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, num_tokens, head_dim]. Returns
     [1, num_tokens, num_heads, head_dim], and None for the attention weights.
     """
-    if isinstance(segment_ends, SegmentEnds):
-        segment_ends = segment_ends.ends
     assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
     # Fake tensors have no values: only what the kernel for all segments computes and keeps matters.
     is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
@@ -80,7 +72,7 @@ def packed_attention(
         return _varlen(query, key, value, segment_ends, scaling, is_causal), None
     attended, end = [], 0
     # Adjacent segments of the same length, such as windows, are computed as a batch.
-    for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends])):
+    for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends.ends])):
         start, count = end, len(list(group))
         end = start + count * length
         batch = [
@@ -98,13 +90,14 @@ def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segment_ends: list[int],
+    segment_ends: SegmentEnds,
     scaling: float | None,
     is_causal: bool,
 ) -> torch.Tensor:
     is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
-    bounds = query.new_empty(0, dtype=torch.int32) if is_fake else _bounds(tuple(segment_ends), query.device)
-    longest = max(end - start for start, end in itertools.pairwise([0, *segment_ends]))
+    bounds, longest = segment_ends.bounds, segment_ends.longest
+    if isinstance(query, FunctionalTensor):
+        bounds = query.new_empty(0, dtype=torch.int32)  # a trace would hold the values
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     flash = None if is_fake else _flash_attention()
     if flash is not None:
@@ -124,15 +117,6 @@ def _varlen(
             **grouped_queries(varlen_attn),
         )
     return attended.unsqueeze(0)
-
-
-@functools.lru_cache(maxsize=256)
-def _bounds(segment_ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where segments begin and end, [num_segments + 1], int32.
-
-    Cached for a microbatch's other layers and its backward, because each copy from the host waits for the device.
-    """
-    return torch.tensor([0, *segment_ends], dtype=torch.int32, device=device)
 
 
 @functools.cache

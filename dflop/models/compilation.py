@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from dflop.base.compilers import COMPILERS, find_compiler
-from dflop.models.attention import PACKED, SegmentEnds, packed_attention
+from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compile_log import keep_log, why_not_compiled
 from dflop.models.stages import Stage
 
@@ -70,10 +70,7 @@ def _compiled_forward(
         with _wide_gradients_aside(layer):
             return of_layer(*args, **kwargs)
 
-    def run(*args: Any, segment_ends: list[int] | None = None, **kwargs: Any) -> Any:
-        if segment_ends is not None:
-            # torch.compile would treat a list's numbers as constants, and compile the layer again for each new list.
-            kwargs["segment_ends"] = SegmentEnds(segment_ends)
+    def run(*args: Any, **kwargs: Any) -> Any:
         if checkpoints_outside or not (layer.gradient_checkpointing and layer.training):
             return compiled(*args, **kwargs)
         return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)

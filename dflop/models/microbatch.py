@@ -1,19 +1,65 @@
-"""The inputs of a model's stages: one microbatch of media, or one microbatch of packed text."""
+"""The inputs of a model's stages: one microbatch of media, or one microbatch of packed text.
 
+They are made on the host before their turn comes, with all that the stages must know to compute. A stage that asked the
+device for a value would wait until the device has done everything before it.
+"""
+
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "PixelValues", "TextBatch"]
+__all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "Movable", "PixelValues", "SegmentEnds", "TextBatch"]
+
+
+class Movable:
+    """A dataclass whose tensors go to a device together, also those of tuples and of further `Movable`s in it."""
+
+    __slots__ = ()
+
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same with `change(tensor)` in the place of each tensor."""
+        return replace(self, **{own.name: _changed(getattr(self, own.name), change) for own in fields(self)})
+
+    def pin_memory(self) -> Self:
+        return self.with_each(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Self:
+        """On this device. The host does not wait for copies from pinned memory."""
+        return self.with_each(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Movable):
+        return value.with_each(change)
+    return tuple(_changed(own, change) for own in value) if type(value) is tuple else value
+
+
+class SegmentEnds(Movable):
+    """Where the segments of a row end, on the host and on the device.
+
+    `ends` are the positions. `bounds` is int32 [num_segments + 1], as kernels take it: 0, and then the ends. `longest`
+    is the length of the longest segment. It is no dataclass, since torch.compile would specialise on its values.
+    """
+
+    def __init__(self, ends: list[int], bounds: torch.Tensor | None = None) -> None:
+        self.ends = ends
+        self.bounds = torch.tensor([0, *ends], dtype=torch.int32) if bounds is None else bounds
+        self.longest = max((end - start for start, end in itertools.pairwise([0, *ends])), default=0)
+
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        return SegmentEnds(self.ends, change(self.bounds))
 
 
 @dataclass(frozen=True, slots=True)
-class PixelValues:
+class PixelValues(Movable):
     """What an encoder computes from for each byte of each colour: `table`, float32 [num_colours, 256], made by the
     family's image processor. In an item, `plane` bytes of one colour lie side by side, and then those of the next.
 
@@ -68,37 +114,34 @@ class MediumLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderBatch:
+class EncoderBatch(Movable):
     """Media of the samples that one replica of an encoder computes for one microbatch.
 
     `items` is [num_items, *item_shape], and None on an encoder's later stages. With `pixel_values` they are bytes, of
     which `to` makes values. `media` holds each sample's media in order. `kept_tokens` has one number a sample: how many
-    of its media tokens the LLM sees (fewer than all only if the sample is truncated).
+    of its media tokens the LLM sees (fewer than all only if the sample is truncated). `layout` is what the family
+    computes from the media for its encoder's layers (`FamilyRuntime.layouts`), and None if it computes nothing.
     """
 
     items: torch.Tensor | None
     media: tuple[tuple[MediumLayout, ...], ...]
     kept_tokens: tuple[int, ...]
     pixel_values: PixelValues | None = None
-
-    def pin_memory(self) -> "EncoderBatch":
-        if self.items is None:
-            return self
-        values = self.pixel_values  # they are few, but a copy from other memory would wait for the device
-        values = values and replace(values, table=values.table.pin_memory())
-        return replace(self, items=self.items.pin_memory(), pixel_values=values)
+    layout: Movable | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "EncoderBatch":
-        if self.items is None:
-            return self
-        if self.pixel_values is None:
-            return replace(self, items=self.items.to(device, dtype, non_blocking=True))
-        pixels = self.items.to(device, non_blocking=True)
-        return replace(self, items=self.pixel_values.of(pixels, dtype), pixel_values=None)
+        """On this device, with the items in this dtype."""
+        items, values = self.items, self.pixel_values
+        if items is not None and values is not None:
+            items, values = values.of(items.to(device, non_blocking=True), dtype), None
+        elif items is not None:
+            items = items.to(device, dtype, non_blocking=True)
+        layout = None if self.layout is None else self.layout.to(device)
+        return replace(self, items=items, pixel_values=values, layout=layout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextBatch:
+class TextBatch(Movable):
     """The packed samples of one microbatch.
 
     `token_ids` is [num_tokens]. `position_ids`, which restart at each segment, are [num_tokens], or [num_axes,
@@ -110,23 +153,7 @@ class TextBatch:
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
-    segment_ends: list[int]
+    segment_ends: SegmentEnds
     feature_positions: tuple[torch.Tensor, ...]
     target_positions: torch.Tensor
     target_ids: torch.Tensor
-
-    def to(self, device: torch.device) -> "TextBatch":
-        return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "TextBatch":
-        return self._with_each(torch.Tensor.pin_memory)
-
-    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "TextBatch":
-        return replace(
-            self,
-            token_ids=change(self.token_ids),
-            position_ids=change(self.position_ids),
-            feature_positions=tuple(map(change, self.feature_positions)),
-            target_positions=change(self.target_positions),
-            target_ids=change(self.target_ids),
-        )

@@ -4,17 +4,18 @@ Measuring and training get it from `load_runtime`. It gives a Hugging Face confi
 processors that turn decoded media into the encoders' items. Everything here needs torch and transformers.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dflop.models.attention import PACKED
-from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, TextBatch
+from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, TextBatch
 from dflop.models.spec import ModelSpec
 from dflop.models.stages import EncoderStage, LlmStage, Stage
 from dflop.models.tensor_group import ALONE, TensorGroup
@@ -48,6 +49,9 @@ class FamilyRuntime:
     - `packs_media`: whether the layers of encoders take the ends of segments, as the LLM's do (`attention.py`).
     - `processors`: for each encoder, by name, a function `(spec, checkpoint)` that makes its media processor, with the
       checkpoint's settings if there is one.
+    - `layouts`: for encoders whose layers must know how media lie in their items, by name, a function `(spec, media)`
+      that computes it: the `EncoderBatch.layout` of a microbatch with these media, of which there is at least one.
+      Loader processes call it, so it stands in a file that does not import the model's classes.
     - `with_depth(spec, module, num_layers)`: the same model with `num_layers` layers in one module, for measuring.
     - `make_up_media(spec, module, num_items)`: media with that many items, to measure an encoder.
     - `plain_inputs(media, text)`: the arguments, by name, that `architecture.forward` takes for one sample's media
@@ -60,9 +64,26 @@ class FamilyRuntime:
     weight_renamings: tuple[tuple[str, str], ...] = ()
     packs_media: bool = False
     processors: Mapping[str, Callable[[ModelSpec, Path | None], MediaProcessor]]
+    layouts: Mapping[str, Callable[[ModelSpec, Sequence[MediumLayout]], Movable]] = field(default_factory=dict)
     with_depth: Callable[[ModelSpec, str, int], ModelSpec]
     make_up_media: Callable[[ModelSpec, str, int], MadeUpMedia]
     plain_inputs: Callable[[Mapping[str, EncoderBatch], TextBatch], dict[str, torch.Tensor]]
+
+    def encoder_batch(
+        self,
+        spec: ModelSpec,
+        module: str,
+        *,
+        items: torch.Tensor | None,
+        media: tuple[tuple[MediumLayout, ...], ...],
+        kept_tokens: tuple[int, ...],
+    ) -> EncoderBatch:
+        """A microbatch of made-up media, with the layout that a loader would compute."""
+        flat, layout = [medium for own in media for medium in own], None
+        if flat and module in self.layouts:
+            with unset_fake_temporarily():  # its sizes depend on values, which fake tensors do not have
+                layout = self.layouts[module](spec, flat)
+        return EncoderBatch(items=items, media=media, kept_tokens=kept_tokens, layout=layout)
 
     def build_stage(
         self,

@@ -238,9 +238,11 @@ class EncoderWork(_Work):
 
 def _blank(spec: ModelSpec, module: str) -> EncoderBatch:
     """A batch of one sample with one item of zeros."""
-    made_up = load_runtime(spec.family).make_up_media(spec, module, 1)
+    runtime = load_runtime(spec.family)
+    made_up = runtime.make_up_media(spec, module, 1)
     media = tuple((medium,) for medium in made_up.media)
-    return EncoderBatch(items=torch.zeros((1, *made_up.item_shape)), media=media, kept_tokens=(1,) * len(media))
+    items = torch.zeros((1, *made_up.item_shape))
+    return runtime.encoder_batch(spec, module, items=items, media=media, kept_tokens=(1,) * len(media))
 
 
 class LlmWork(_Work):

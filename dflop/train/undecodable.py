@@ -65,6 +65,6 @@ def without_targets_of(batch: TextBatch, segments: Sequence[int]) -> TextBatch:
     """The microbatch without the targets of these of its packed samples, which are given by their index."""
     is_left = torch.ones_like(batch.target_positions, dtype=torch.bool)
     for segment in segments:
-        start = batch.segment_ends[segment - 1] if segment else 0
-        is_left &= (batch.target_positions < start) | (batch.target_positions >= batch.segment_ends[segment])
+        start, end = [0, *batch.segment_ends.ends][segment : segment + 2]
+        is_left &= (batch.target_positions < start) | (batch.target_positions >= end)
     return replace(batch, target_positions=batch.target_positions[is_left], target_ids=batch.target_ids[is_left])

@@ -50,6 +50,7 @@ from dflop.costs.counted import CountedStage, counting
 from dflop.costs.fit import fit_model, median_points
 from dflop.models import family_of
 from dflop.models.attention import packed_attention
+from dflop.models.microbatch import SegmentEnds
 from dflop.models.spec import ModelSpec
 from dflop.models.stages import LlmStage
 from dflop.plan import Grid, Plan
@@ -323,7 +324,7 @@ class MptLayer(GradientCheckpointingLayer):
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
 
-    def forward(self, hidden: torch.Tensor, segment_ends: list[int], **_: object) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, segment_ends: SegmentEnds, **_: object) -> torch.Tensor:
         qkv = self.qkv(self.norm_1(hidden)).unflatten(-1, (3, self.num_heads, -1))
         heads = [values.transpose(1, 2) for values in qkv.unbind(2)]
         attended, _ = packed_attention(self, *heads, None, segment_ends=segment_ends, is_causal=False)

@@ -10,7 +10,7 @@ import torch
 from whole_model import part_of
 
 from dflop.models import ModelSpec, family_of, load_runtime
-from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.presets import TINY_LLM
 from dflop.models.stages import Stage
@@ -73,23 +73,30 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
 
 def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Drawn inputs, and what the stage makes of them. `draw(*shape)` draws where the stage is."""
+
+    def batch_of(items: torch.Tensor, media: tuple, kept_tokens: tuple[int, ...]) -> EncoderBatch:
+        made = load_runtime(case.family).encoder_batch(
+            case.spec, case.module, items=items, media=media, kept_tokens=kept_tokens
+        )
+        return made.to(items.device, items.dtype)
+
     if case.module == "audio":
         num_mels, chunk = load_runtime(case.family).make_up_media(case.spec, "audio", 1).item_shape
         items = draw(4, num_mels, chunk).requires_grad_()
         sounds = tuple(
             MediumLayout("audio", -(-frames // chunk), 0, 0, (frames, 1, 1)) for frames in (2 * chunk + 37, chunk - 90)
         )
-        return items, stage(EncoderBatch(items=items, media=(sounds[:1], sounds[1:]), kept_tokens=(80, 1000)))
+        return items, stage(batch_of(items, (sounds[:1], sounds[1:]), (80, 1000)))
     if case.family.startswith("qwen") and case.module == "vision":
         made_up = load_runtime(case.family).make_up_media(case.spec, "vision", 30)
         items = draw(30, *made_up.item_shape).requires_grad_()
         media = tuple((medium,) for medium in made_up.media)
-        return items, stage(EncoderBatch(items=items, media=media, kept_tokens=(20, *([1000] * (len(media) - 1)))))
+        return items, stage(batch_of(items, media, (20, *([1000] * (len(media) - 1)))))
     if case.module == "vision":
         side = case.spec.rules.image_size
         items = draw(5, 3, side, side).requires_grad_()
         media = ((MediumLayout("image", 3, side, 2 * side),), (MediumLayout("video", 2, side, side),))
-        return items, stage(EncoderBatch(items=items, media=media, kept_tokens=(60, 1000)))
+        return items, stage(batch_of(items, media, (60, 1000)))
     vocab_size = stage.hf.config.text_config.vocab_size
     ids = draw(40).abs().mul(1e6).long() % vocab_size
     # The ends of both ranks' shares, the padding's id in one case, and the id in that place of the other share.
@@ -97,7 +104,7 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
     batch = TextBatch(
         token_ids=ids,
         position_ids=torch.cat([torch.arange(25), torch.arange(15)]),
-        segment_ends=[25, 40],
+        segment_ends=SegmentEnds([25, 40]),
         feature_positions=(torch.arange(6, 13),),
         target_positions=torch.arange(12, 39),
         target_ids=torch.cat([ids[:6], ids[19:]]),

@@ -21,7 +21,7 @@ from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
 from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.models import load_model_spec
-from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.microbatch import EncoderBatch, SegmentEnds, TextBatch
 from dflop.models.precision import COMPUTES_IN
 from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.tensor_group import ALONE
@@ -203,8 +203,7 @@ def _only(job: MicrobatchJob, places: list[int]) -> MicrobatchJob:
 
 def _padded(text: TextBatch) -> TextBatch:
     """The microbatch with each sample padded to the longest; nothing is learned from the padding."""
-    starts = [0, *text.segment_ends[:-1]]
-    lengths = [end - start for start, end in zip(starts, text.segment_ends, strict=True)]
+    lengths = text.segment_ends.bounds.diff().tolist()
     longest = max(lengths)
     place = torch.cat([number * longest + torch.arange(length) for number, length in enumerate(lengths)])
     token_ids = torch.zeros(longest * len(lengths), dtype=torch.int64)
@@ -213,7 +212,7 @@ def _padded(text: TextBatch) -> TextBatch:
         text,
         token_ids=token_ids,
         position_ids=torch.arange(longest).repeat(len(lengths)),
-        segment_ends=[longest * (number + 1) for number in range(len(lengths))],
+        segment_ends=SegmentEnds([longest * (number + 1) for number in range(len(lengths))]),
         feature_positions=tuple(place[positions] for positions in text.feature_positions),
         target_positions=place[text.target_positions],
     )

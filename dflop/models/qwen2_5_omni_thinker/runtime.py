@@ -8,10 +8,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.qwen2_5_omni_thinker.layout import lay_out_sounds
 from dflop.models.qwen2_5_omni_thinker.presets import make_spec
 from dflop.models.qwen2_5_omni_thinker.processing import Qwen25OmniPatches, Qwen25OmniSounds
 from dflop.models.qwen2_5_omni_thinker.stages import cut
 from dflop.models.qwen2_5_vl import runtime as qwen2_5_vl
+from dflop.models.qwen2_5_vl.layout import lay_out
 from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
 from dflop.models.spec import ModelSpec
 
@@ -86,6 +88,7 @@ RUNTIME = FamilyRuntime(
     weight_renamings=_FIRST_NAMES,
     packs_media=True,
     processors={"vision": Qwen25OmniPatches, "audio": Qwen25OmniSounds},
+    layouts={"vision": lay_out, "audio": lay_out_sounds},
     with_depth=with_depth,
     make_up_media=make_up_media,
     plain_inputs=plain_inputs,

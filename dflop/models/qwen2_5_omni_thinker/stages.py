@@ -7,7 +7,8 @@ from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
 
 from dflop.models.attention import OneSegment
 from dflop.models.division import Division, check_kind
-from dflop.models.microbatch import EncoderBatch, MediumLayout
+from dflop.models.microbatch import EncoderBatch
+from dflop.models.qwen2_5_omni_thinker.layout import num_positions
 from dflop.models.qwen2_5_vl import stages as qwen2_5_vl
 from dflop.models.stages import EncoderStage, LlmStage, cut_llm, keep_layers
 
@@ -74,13 +75,13 @@ class AudioStage(EncoderStage):
 
     def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
         """[num_positions, hidden_size]."""
-        return (num_items * self._positions, self.hf.config.audio_config.d_model)
+        config = self.hf.config.audio_config
+        return (num_items * config.n_window, config.d_model)
 
     def embed(self, batch: EncoderBatch) -> torch.Tensor:
         """Positions of all chunks, [num_positions, hidden_size]."""
-        tower, device = self.hf.model.audio_tower, batch.items.device
-        num_frames = torch.tensor(self._chunk_frames(batch), device=device)
-        is_sound = torch.arange(batch.items.shape[2], device=device) < num_frames[:, None]
+        tower = self.hf.model.audio_tower
+        is_sound = torch.arange(batch.items.shape[2], device=batch.items.device) < batch.layout.num_frames[:, None]
         hidden = gelu(tower.conv1(batch.items)) * is_sound.unsqueeze(1)
         hidden = gelu(tower.conv2(hidden)).transpose(1, 2)
         positions = tower.positional_embedding.positional_embedding[: hidden.shape[1]]
@@ -88,7 +89,7 @@ class AudioStage(EncoderStage):
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """The output of this stage's last layer."""
-        whole, ends = OneSegment(hidden), self._segment_ends(batch)
+        whole, ends = OneSegment(hidden), batch.layout.sounds
         for index in self.layers:
             (hidden, *_) = self.hf.model.audio_tower.layers[index](hidden, cu_seqlens=whole, segment_ends=ends)
         return [hidden]
@@ -96,41 +97,7 @@ class AudioStage(EncoderStage):
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
         tower, hidden = self.hf.model.audio_tower, outputs[-1]
-        pairs, first, of_samples = [], 0, []
-        for media in batch.media:
-            num_tokens = [_num_positions(medium.grid[0]) // 2 for medium in media]
-            for medium, count in zip(media, num_tokens, strict=True):
-                pairs.append(first + 2 * torch.arange(count))
-                first += medium.num_items * self._positions
-            of_samples.append(sum(num_tokens))
-        at = torch.cat(pairs).to(hidden.device)
+        at = batch.layout.pairs
         features = tower.proj(tower.ln_post((hidden[at] + hidden[at + 1]) / 2))
+        of_samples = [sum(num_positions(medium.grid[0]) // 2 for medium in media) for media in batch.media]
         return [own[:kept] for own, kept in zip(features.split(of_samples), batch.kept_tokens, strict=True)]
-
-    @property
-    def _positions(self) -> int:
-        """Positions of a chunk in the layers."""
-        return self.hf.config.audio_config.n_window
-
-    def _chunk_frames(self, batch: EncoderBatch) -> list[int]:
-        """Mel frames of each chunk."""
-        most = 2 * self._positions
-        return [
-            min(most, medium.grid[0] - number * most) for medium in _sounds(batch) for number in range(medium.num_items)
-        ]
-
-    def _segment_ends(self, batch: EncoderBatch) -> list[int]:
-        ends = []
-        for number, num_frames in enumerate(self._chunk_frames(batch)):
-            start, held = number * self._positions, _num_positions(num_frames)
-            ends += [start + held] * (held < self._positions) + [start + self._positions]
-        return ends
-
-
-def _sounds(batch: EncoderBatch) -> list[MediumLayout]:
-    return [medium for media in batch.media for medium in media]
-
-
-def _num_positions(num_frames: int) -> int:
-    """Positions that the convolution of stride two makes of `num_frames` mel frames."""
-    return (num_frames - 1) // 2 + 1

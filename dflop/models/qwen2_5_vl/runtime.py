@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.qwen2_5_vl.layout import lay_out
 from dflop.models.qwen2_5_vl.presets import make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.stages import cut
@@ -103,6 +104,7 @@ RUNTIME = FamilyRuntime(
     weight_renamings=_FIRST_NAMES,
     packs_media=True,
     processors={"vision": Qwen25VlPatches},
+    layouts={"vision": lay_out},
     with_depth=with_depth,
     make_up_media=make_up_media,
     plain_inputs=plain_inputs,

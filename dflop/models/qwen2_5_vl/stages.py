@@ -1,14 +1,11 @@
 """Qwen2.5-VL's encoder as a stage, and how the whole model is cut into stages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from dflop.models.attention import OneSegment
 from dflop.models.division import Division, check_kind
@@ -74,18 +71,6 @@ def exact_in_float64(rotate: Rotation) -> Rotation:
 modeling.apply_rotary_pos_emb_vision = exact_in_float64(modeling.apply_rotary_pos_emb_vision)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a microbatch's patches are arranged in the layers: `order` [num_items] has the original index of each item
-    when items are ordered by windows; the ends of windows, and of pictures or steps, in patches; rotary cosines and
-    sines, [num_patches, head_dim]."""
-
-    order: torch.Tensor
-    window_ends: list[int]
-    picture_ends: list[int]
-    rotary: tuple[torch.Tensor, torch.Tensor]
-
-
 class VisionStage(EncoderStage):
     """The vision transformer's layers and the merger. Between stages the patches are ordered by windows."""
 
@@ -114,47 +99,24 @@ class VisionStage(EncoderStage):
     def embed(self, batch: EncoderBatch) -> torch.Tensor:
         """Embedded patches [num_patches, hidden_size], ordered by windows."""
         patches = self.hf.model.visual.patch_embed(batch.items)
-        return self._ordered(patches, self._layout(batch, patches.device).order)
+        return patches.unflatten(0, (len(batch.items), -1))[batch.layout.order].flatten(0, 1)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """The output of this stage's last layer. Backward does not need the others: the norms keep copies in fp32."""
-        layout, tower = self._layout(batch, hidden.device), self.hf.model.visual
-        whole = OneSegment(hidden)
+        layout, tower = batch.layout, self.hf.model.visual
+        whole, rotary = OneSegment(hidden), tower.rotary_pos_emb(hidden, layout.positions)
         for index in self.layers:
             is_full = index in tower.fullatt_block_indexes
             hidden = tower.blocks[index](
                 hidden,
                 cu_seqlens=whole,
-                position_embeddings=layout.rotary,
-                segment_ends=layout.picture_ends if is_full else layout.window_ends,
+                position_embeddings=rotary,
+                segment_ends=layout.pictures if is_full else layout.windows,
             )
         return [hidden]
 
     def finish(self, outputs: list[torch.Tensor], batch: EncoderBatch) -> list[torch.Tensor]:
         """Features of each sample, [kept_tokens, hidden_size of the LLM]."""
-        order = self._layout(batch, outputs[-1].device).order
-        features = self.hf.model.visual.merger(outputs[-1])[torch.argsort(order)]
+        features = self.hf.model.visual.merger(outputs[-1])[batch.layout.places]
         of_samples = features.split([sum(medium.num_items for medium in media) for media in batch.media])
         return [own[:kept] for own, kept in zip(of_samples, batch.kept_tokens, strict=True)]
-
-    def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
-        tower = self.hf.model.visual
-        with unset_fake_temporarily():  # real tensors, also when the patches are fake
-            grids = torch.tensor([medium.grid for media in batch.media for medium in media])
-            order, window_ends = get_vision_window_index(
-                grids, tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
-            )
-            positions = get_vision_position_ids(grids, tower.spatial_merge_size)
-            picture_ends = get_vision_cu_seqlens(grids)
-        order, positions = order.to(device), positions.to(device)
-        cosines, sines = (self._ordered(own, order) for own in tower.rotary_pos_emb(positions, positions))
-        return _Layout(
-            order=order,
-            window_ends=window_ends.tolist()[1:],
-            picture_ends=picture_ends.tolist()[1:],
-            rotary=(cosines, sines),
-        )
-
-    def _ordered(self, patches: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Patches [num_patches, width] with their items in this order."""
-        return patches.unflatten(0, (len(order), -1))[order].flatten(0, 1)

@@ -9,6 +9,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.qwen2_5_vl.runtime import make_up_media
 from dflop.models.qwen2_5_vl.runtime import plain_inputs as plain_patches
+from dflop.models.qwen3_vl.layout import lay_out
 from dflop.models.qwen3_vl.presets import spec_of
 from dflop.models.qwen3_vl.processing import Qwen3VlPatches
 from dflop.models.qwen3_vl.stages import cut
@@ -53,6 +54,7 @@ RUNTIME = FamilyRuntime(
     cut=cut,
     packs_media=True,
     processors={"vision": Qwen3VlPatches},
+    layouts={"vision": lay_out},
     with_depth=with_depth,
     make_up_media=make_up_media,
     plain_inputs=plain_inputs,

@@ -5,17 +5,9 @@ states, along the hidden dimension, up to the last stage. There a merger turns e
 layer of the LLM takes (`LlmStage`).
 """
 
-from dataclasses import dataclass
-
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
-from transformers.vision_utils import (
-    get_vision_cu_seqlens,
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-)
 
 from dflop.models.attention import OneSegment
 from dflop.models.division import Division, check_kind
@@ -39,15 +31,6 @@ def cut(hf: Qwen3VLForConditionalGeneration, module: str, layers: range) -> Enco
     if not ends["is_last"]:
         hf.model.visual.deepstack_merger_list = None
     return VisionStage(hf, layers, **ends)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where a microbatch's pictures and steps end in its patches, and rotary cosines and sines,
-    [num_patches, head_dim]."""
-
-    ends: list[int]
-    rotary: tuple[torch.Tensor, torch.Tensor]
 
 
 class VisionStage(EncoderStage):
@@ -82,26 +65,16 @@ class VisionStage(EncoderStage):
         to each picture's grid."""
         tower = self.hf.model.visual
         patches = tower.patch_embed(batch.items)
-        with unset_fake_temporarily():  # real tensors, also when the patches are fake
-            indices, weights = get_vision_interpolation_indices_and_weights(
-                _grids(batch),
-                num_grid_per_side=tower.num_grid_per_side,
-                mode=tower.interpolation_mode,
-                align_corners=tower.interpolation_align_corners,
-                spatial_merge_size=tower.spatial_merge_size,
-            )
-        positions = tower.pos_embed(indices.to(patches.device)) * weights.to(patches.device)[:, :, None]
+        positions = tower.pos_embed(batch.layout.corners) * batch.layout.weights[:, :, None]
         return patches + positions.sum(1).to(patches.dtype)
 
     def encode(self, hidden: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """The outputs so far that are features, in layer order, then the output of this stage's last layer."""
-        layout, config = self._layout(batch, hidden.device), self.hf.config.vision_config
-        whole = OneSegment(hidden)
+        layout, tower, config = batch.layout, self.hf.model.visual, self.hf.config.vision_config
+        whole, rotary = OneSegment(hidden), tower.rotary_pos_emb(hidden, layout.positions)
         *features, last = hidden.split(config.hidden_size, dim=-1)
         for index in self.layers:
-            last = self.hf.model.visual.blocks[index](
-                last, cu_seqlens=whole, position_embeddings=layout.rotary, segment_ends=layout.ends
-            )
+            last = tower.blocks[index](last, cu_seqlens=whole, position_embeddings=rotary, segment_ends=layout.pictures)
             # More than one in a model that is measured shallow (`with_depth`).
             features += [last] * config.deepstack_visual_indexes.count(index)
         return [*features, last]
@@ -117,17 +90,3 @@ class VisionStage(EncoderStage):
         made += [merger(own.contiguous()) for merger, own in zip(tower.deepstack_merger_list, features, strict=True)]
         of_samples = torch.cat(made, dim=-1).split([sum(own.num_items for own in media) for media in batch.media])
         return [own[:kept] for own, kept in zip(of_samples, batch.kept_tokens, strict=True)]
-
-    def _layout(self, batch: EncoderBatch, device: torch.device) -> _Layout:
-        tower = self.hf.model.visual
-        with unset_fake_temporarily():
-            grids = _grids(batch)
-            positions = get_vision_position_ids(grids, tower.spatial_merge_size)
-            ends = get_vision_cu_seqlens(grids).tolist()[1:]
-        positions = positions.to(device)
-        return _Layout(ends=ends, rotary=tower.rotary_pos_emb(positions, positions))
-
-
-def _grids(batch: EncoderBatch) -> torch.Tensor:
-    """Steps, rows and columns of patches of each medium, [num_media, 3]."""
-    return torch.tensor([medium.grid for media in batch.media for medium in media])

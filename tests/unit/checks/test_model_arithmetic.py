@@ -16,6 +16,7 @@ from dflop.config import ModelConfig, load_config
 from dflop.loading import dataset as loading
 from dflop.models import load_model_spec
 from dflop.models.attention import PACKED, packed_attention
+from dflop.models.microbatch import SegmentEnds
 from dflop.models.qwen2_5_vl import Qwen25VlShapes
 from dflop.plan import Grid, Plan
 
@@ -85,7 +86,7 @@ def test_packed_samples_are_those_of_transformers_one_by_one(family, checked):
 
 
 def _sees_all(*args, segment_ends, **kwargs):
-    return packed_attention(*args, segment_ends=segment_ends[-1:], **kwargs)
+    return packed_attention(*args, segment_ends=SegmentEnds(segment_ends.ends[-1:]), **kwargs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from dflop.base.torch_versions import grouped_queries
 from dflop.models import attention
 from dflop.models.attention import PACKED, packed_attention
+from dflop.models.microbatch import SegmentEnds
 
 
 def textbook_attention(query, key, value, scaling, is_causal=True):
@@ -47,7 +48,7 @@ def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths
     ends = list(itertools.accumulate(lengths))
 
     how = {"scaling": scaling, "is_causal": is_causal}
-    output, weights = packed_attention(None, *packed, None, segment_ends=ends, **how)
+    output, weights = packed_attention(None, *packed, None, segment_ends=SegmentEnds(ends), **how)
     parts = [
         textbook_attention(*(tensor[:, :, end - length : end] for tensor in alone), scaling or 8**-0.5, is_causal)
         for end, length in zip(ends, lengths, strict=True)
@@ -65,16 +66,16 @@ def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths
 
 def test_no_segment_sees_another():
     tensors = draw(7, 2, 2, 4, seed=0)
-    before, _ = packed_attention(None, *tensors, None, segment_ends=[3, 7])
+    before, _ = packed_attention(None, *tensors, None, segment_ends=SegmentEnds([3, 7]))
     with torch.no_grad():
         for tensor in tensors:
             tensor[:, :, 3:] += 1.0
-    after, _ = packed_attention(None, *tensors, None, segment_ends=[3, 7])
+    after, _ = packed_attention(None, *tensors, None, segment_ends=SegmentEnds([3, 7]))
     assert torch.equal(before[:, :3], after[:, :3])
     assert not torch.equal(before[:, 3:], after[:, 3:])
 
 
-def test_a_variable_length_kernel_gets_what_gives_the_same_and_one_copy_of_the_bounds_for_all_layers(monkeypatch):
+def test_a_variable_length_kernel_gets_what_gives_the_same_and_the_bounds_that_came_with_the_microbatch(monkeypatch):
     """The kernel is flash-attn's by its signature, computed segment by segment."""
     seen = []
 
@@ -90,13 +91,11 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_one_copy_of_the_b
         return torch.cat(segments, dim=2)[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "_flash_attention", lambda: flash)
-    tensors, ends = draw(9, 4, 2, 8, seed=0), [2, 3, 9]
+    tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
-    for _ in range(2):
-        torch.testing.assert_close(attention._varlen(*tensors, list(ends), 0.3, True), exact)
-    first, second = seen
-    assert first is second
-    assert (first.dtype, first.tolist()) == (torch.int32, [0, 2, 3, 9])
+    torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, True), exact)
+    assert seen == [ends.bounds]
+    assert (ends.bounds.dtype, ends.bounds.tolist()) == (torch.int32, [0, 2, 3, 9])
 
 
 def kernel_of_torch_2_11(
@@ -123,7 +122,7 @@ def kernel_of_torch_2_13(query, key, value, *bounds, enable_gqa=False, seqused_k
 def test_torchs_kernel_is_called_as_its_version_has_it(kernel, monkeypatch):
     monkeypatch.setattr(attention, "_flash_attention", lambda: None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    tensors, ends = draw(9, 4, 2, 8, seed=0), [2, 3, 9]
+    tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     for is_causal in (True, False):
         exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3, is_causal=is_causal)
         torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, is_causal), exact)
@@ -137,7 +136,7 @@ def test_the_installed_torchs_kernel_takes_what_it_is_passed():
 
 def test_a_mask_beside_the_segments_is_refused():
     with pytest.raises(AssertionError, match="the segments are the mask"):
-        packed_attention(None, *draw(4, 1, 1, 4, 0), torch.zeros(1, 1, 4, 4), segment_ends=[4])
+        packed_attention(None, *draw(4, 1, 1, 4, 0), torch.zeros(1, 1, 4, 4), segment_ends=SegmentEnds([4]))
 
 
 def test_transformers_knows_it_by_its_name():

@@ -18,7 +18,7 @@ from dflop.models import family_of, load_runtime
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compilation import compile_layers, compiles_layers
 from dflop.models.compile_log import compiled_so_far, why_not_compiled
-from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.stages import LlmStage, Stage
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -58,7 +58,7 @@ def text_of(lengths: Sequence[int]) -> TextBatch:
     return TextBatch(
         token_ids=ids,
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        segment_ends=[*starts[1:], num_tokens],
+        segment_ends=SegmentEnds([*starts[1:], num_tokens]),
         feature_positions=(),
         target_positions=torch.arange(0, num_tokens - 1, 2),
         target_ids=ids[1::2],

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from dflop.base import UserError
 from dflop.costs.live_bytes import LiveBytes
 from dflop.models import ItemCount, family_of, load_runtime
-from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.presets import TINY_LLM
 from dflop.models.runtime import FamilyRuntime
 from dflop.models.spec import ModelSpec
@@ -268,8 +268,10 @@ def samples(case) -> list[Sample]:
     ]
 
 
-def visual_batch(samples: list[Sample], kept: int = 1 << 30) -> EncoderBatch:
-    return EncoderBatch(
+def visual_batch(case: Case, samples: list[Sample], kept: int = 1 << 30) -> EncoderBatch:
+    return case.runtime.encoder_batch(
+        case.spec,
+        "vision",
         items=torch.from_numpy(np.concatenate([sample.items for sample in samples])),
         media=tuple(sample.media for sample in samples),
         kept_tokens=(kept,) * len(samples),
@@ -295,20 +297,20 @@ def packed_text(samples: list[Sample], encoder_of: list[int]) -> TextBatch:
     return TextBatch(
         token_ids=token_ids,
         position_ids=torch.cat([sample.positions for sample in samples], dim=-1),
-        segment_ends=ends,
+        segment_ends=SegmentEnds(ends),
         feature_positions=tuple(visual),
         target_positions=learned - 1,
         target_ids=token_ids[learned],
     )
 
 
-def run_stages(vision: EncoderStage, llm: list[LlmStage], samples: list[Sample]) -> torch.Tensor:
+def run_stages(case: Case, vision: EncoderStage, llm: list[LlmStage], samples: list[Sample]) -> torch.Tensor:
     """Loss of one packed microbatch whose media two encoder ranks share."""
     encoder_of = [index % 2 for index in range(len(samples))]
     features = []
     for rank in (0, 1):
         own = [sample for sample, encoder in zip(samples, encoder_of, strict=True) if encoder == rank and sample.media]
-        features.append(torch.cat(vision(visual_batch(own))))
+        features.append(torch.cat(vision(visual_batch(case, own))))
     text = packed_text(samples, encoder_of)
     hidden = llm[0].embed(text, features)
     for stage in llm:
@@ -383,7 +385,7 @@ def test_a_packed_microbatch_gives_the_loss_and_gradients_of_its_samples_alone(c
     config = case.config()
     vision, llm = case.stages(config, pp, num_recomputed=num_recomputed)
     model = whole_model(case, config, union_of([vision, *llm]))
-    loss, expected = run_stages(vision, llm, samples), run_whole(model, samples)
+    loss, expected = run_stages(case, vision, llm, samples), run_whole(model, samples)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     loss.backward()
     expected.backward()
@@ -408,7 +410,7 @@ def test_what_goes_from_stage_to_stage_has_the_shape_they_say_and_the_result_is_
     whole, llm = case.stages(config, 1)
     parts = split_layers(NUM_LAYERS, pp)
     encoder = [case.stage(config, "vision", layers=layers) for layers in parts]
-    batch, made = visual_batch([samples[0], samples[3]]), None
+    batch, made = visual_batch(case, [samples[0], samples[3]]), None
     for stage in encoder:
         if made is not None:
             expected = stage.hidden_shape(len(batch.items), stage.layers.start)
@@ -439,9 +441,8 @@ def test_an_encoder_holds_no_outputs_of_layers_that_nothing_reads(name, is_froze
     stage = case.stage(case.config(), "vision", dtype=torch.bfloat16)
     stage.requires_grad_(not is_frozen)
     made_up = case.runtime.make_up_media(case.spec, "vision", 4)
-    batch = EncoderBatch(
-        items=torch.zeros(4, *made_up.item_shape, dtype=torch.bfloat16), media=(made_up.media,), kept_tokens=(1 << 30,)
-    )
+    items = torch.zeros(4, *made_up.item_shape, dtype=torch.bfloat16)
+    batch = case.runtime.encoder_batch(case.spec, "vision", items=items, media=(made_up.media,), kept_tokens=(1 << 30,))
     outputs, vision = [], stage.hf.config.vision_config
     for layer in stage.layer_names:
         stage.hf.get_submodule(layer).register_forward_hook(lambda _, __, made: outputs.append(weakref.ref(made)))
@@ -464,7 +465,7 @@ def test_each_recomputed_layer_keeps_less_between_forward_and_backward(case, sam
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            run_stages(vision, llm, samples)
+            run_stages(case, vision, llm, samples)
         kept.append(sum(sizes.values()))
     # Mergers of several layers' features are behind the layers, and keep as much either way.
     assert kept[-1] < kept[0] / (2 if case.spec.num_deepstack else 2.5)
@@ -476,7 +477,7 @@ def test_each_recomputed_layer_keeps_less_between_forward_and_backward(case, sam
 def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(case, samples):
     vision, _ = case.stages(case.config(), 1)
     with torch.no_grad():
-        whole, cut = vision(visual_batch(samples[:1])), vision(visual_batch(samples[:1], kept=11))
+        whole, cut = vision(visual_batch(case, samples[:1])), vision(visual_batch(case, samples[:1], kept=11))
     assert len(whole[0]) == int(samples[0].is_visual.sum())
     assert torch.equal(cut[0], whole[0][:11])
 

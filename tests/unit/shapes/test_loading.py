@@ -81,7 +81,7 @@ def test_a_packed_microbatch_is_its_samples_one_after_the_other(demo_data, make_
     loader, rows = make_loader(demo_data.train_manifest, of_media=False), [5, 0, 11, 3]
     packed, alone = loader[make_job(rows)], [loader[make_job([row])] for row in rows]
     starts = np.cumsum([0, *(len(part.token_ids) for part in alone)])
-    assert packed.segment_ends == starts[1:].tolist()
+    assert packed.segment_ends.ends == starts[1:].tolist()
     assert torch.equal(packed.token_ids, torch.cat([part.token_ids for part in alone]))
     assert torch.equal(packed.position_ids, torch.cat([torch.arange(len(part.token_ids)) for part in alone]))
     moved = [part.target_positions + start for part, start in zip(alone, starts, strict=False)]
@@ -94,7 +94,7 @@ def test_visual_positions_are_split_by_the_encoder_that_fills_them(demo_data, ma
     rows, encoders = list(range(8)), [0, 2, 0, 2, 2, 0, 0, 2]
     batch = loader[make_job(rows, encoders)]
     is_visual = np.isin(batch.token_ids.numpy(), list(tokenizer.placeholder_ids.values()))
-    segment = np.searchsorted(batch.segment_ends, np.arange(len(is_visual)), side="right")
+    segment = np.searchsorted(batch.segment_ends.ends, np.arange(len(is_visual)), side="right")
     for rank, positions in enumerate(batch.feature_positions):
         expected = np.flatnonzero(is_visual & (np.array(encoders)[segment] == rank))
         np.testing.assert_array_equal(positions.numpy(), expected)
@@ -172,7 +172,7 @@ def test_the_llm_lays_out_its_text_without_the_media(demo_data, make_loader, mak
 def test_a_middle_stage_knows_its_segments_by_their_lengths(demo_data, make_loader, make_job):
     whole = make_loader(demo_data.train_manifest, of_media=False)[make_job([5, 0, 11])]
     position_ids, segment_ends = segments_of(make_job([5, 0, 11]).llm_tokens)
-    assert segment_ends == whole.segment_ends
+    assert segment_ends.ends == whole.segment_ends.ends
     assert torch.equal(position_ids, whole.position_ids)
 
 

@@ -86,7 +86,7 @@ def check_against_training(frame: pl.DataFrame, loaded: list[Loaded], max_llm_to
         assert row["num_items"] == sample.num_items, row
         assert row["vision_tokens"] == sample.num_features, row
         assert row["kept_vision_tokens"] == len(sample.text.feature_positions[0]), row
-        assert row["llm_tokens"] == len(sample.text.token_ids) == sample.text.segment_ends[0], row
+        assert row["llm_tokens"] == len(sample.text.token_ids) == sample.text.segment_ends.ends[0], row
         assert row["target_tokens"] == len(sample.text.target_ids) == len(sample.text.target_positions), row
         assert row["truncated"] == (row["text_tokens"] + row["vision_tokens"] > max_llm_tokens), row
         assert torch.equal(sample.text.token_ids[sample.text.target_positions + 1], sample.text.target_ids)

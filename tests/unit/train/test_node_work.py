@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dflop.config import ClusterConfig, ScheduleConfig, load_config
 from dflop.loading.dataset import LoadedMedia
 from dflop.models.llava_onevision.runtime import RUNTIME
-from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
+from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.tensor_group import ALONE
 from dflop.plan import Grid, Plan
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
@@ -73,7 +73,7 @@ def test_a_rank_that_computes_the_loss_before_media_are_decoded_waits_for_what_c
     text = TextBatch(
         token_ids=nothing,
         position_ids=nothing,
-        segment_ends=ends.tolist(),
+        segment_ends=SegmentEnds(ends.tolist()),
         feature_positions=(),
         target_positions=torch.arange(int(ends[-1])),
         target_ids=torch.zeros(int(ends[-1]), dtype=torch.int64),
