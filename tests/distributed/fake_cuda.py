@@ -7,6 +7,7 @@ device's streams. A few lines of C++ answer (`_HOOKS`). Streams and events of `t
 import ctypes
 import shutil
 import subprocess
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,6 +139,7 @@ class Recorder(TorchDispatchMode):
 
     - `sent`, `received`: shape and dtype of each message in order, by channel and the rank at the other end.
     - `shared`: the collectives in order, by the ranks of their group.
+    - `waits`: the operations for which the host waits for the GPU, each with the line that asks for it.
 
     When the host reads a value of a fake tensor, it gets 1, or False. Enter it inside a `FakeTensorMode`, with the
     backend `fake`.
@@ -148,8 +150,12 @@ class Recorder(TorchDispatchMode):
         self.sent: dict[tuple[str, int], list] = defaultdict(list)
         self.received: dict[tuple[str, int], list] = defaultdict(list)
         self.shared: dict[tuple[int, ...], list] = defaultdict(list)
+        self.waits: list[str] = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _waits_for_gpu(operation, args, kwargs or {}):
+            asked = next(own for own in reversed(traceback.extract_stack()[:-1]) if "/torch/" not in own.filename)
+            self.waits.append(f"{operation} in {asked.filename}:{asked.lineno}: {asked.line}")
         if operation is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype != torch.bool and (1.0 if args[0].is_floating_point() else 1)
         if operation.namespace == "c10d":
@@ -171,6 +177,24 @@ class Recorder(TorchDispatchMode):
         else:
             roots = [own for own in args if type(own) is int]
             self.shared[ranks].append((name, sizes, roots))
+
+
+def _waits_for_gpu(operation: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the host waits for the GPU before it goes on: for a value, for a size that depends on values, or for a
+    copy between the two that does not say `non_blocking`."""
+    given = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
+    devices = {own.device.type for own in given}
+    name = operation.overloadpacket.__name__
+    if name in ("_to_copy", "copy_"):
+        devices.add(torch.device(kwargs.get("device") or args[0].device).type)
+        is_blocking = not (kwargs.get("non_blocking") or True in args[2:])
+        return devices == {"cpu", "cuda"} and is_blocking
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        # A mask is turned into positions, and positions on the CPU are copied.
+        places = [own for own in args[1] if own is not None]
+        return args[0].is_cuda and any(own.dtype in (torch.bool, torch.uint8) or not own.is_cuda for own in places)
+    asks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operation.tags)
+    return bool(asks) and "cuda" in devices
 
 
 def _as_group(value: object) -> dist.ProcessGroup | None:
