@@ -21,7 +21,7 @@ from dflop.base.process_memory import available_bytes
 
 __all__ = ["Finding", "Machine", "findings", "look", "table"]
 
-_PACKAGES = ("torch", "transformers", "triton", "flash-attn")
+_PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flash-attn-3")
 _OLDEST_TORCH = (2, 11)
 # A loader's worker hands its tensors over through shared memory: a microbatch of pictures is some 100 MB.
 _SHM_BYTES = 8 * 2**30
@@ -33,7 +33,9 @@ class Machine:
     """A machine as one process sees it. Versions and paths are None for what is not there.
 
     - `cuda`: the version that torch is built with.
-    - `cards`: those that torch can use. `num_present`: how many the driver knows.
+    - `cards`: those that torch can use. `num_present`: how many the driver knows. `has_hopper`: whether the first one
+      is of the generation that flash-attn 3 is for.
+    - `attention`: the kernel of packed attention in bf16 (`kernel_name`), None where torch or transformers is missing.
     - `interfaces`: of the network, with their state. `infiniband`: the network cards that NCCL can use directly.
     - `locked_bytes`, `open_files`: the limits of a process; infinite ones are -1.
     """
@@ -45,6 +47,8 @@ class Machine:
     driver: str | None
     cards: tuple[str, ...]
     num_present: int
+    has_hopper: bool
+    attention: str | None
     compilers: Mapping[str, str | None]
     has_python_header: bool
     interfaces: Mapping[str, str]
@@ -54,13 +58,6 @@ class Machine:
     locked_bytes: int
     open_files: int
     cores: int
-
-    @property
-    def attention(self) -> str:
-        """The kernel that attention over packed samples uses here."""
-        if not self.cards:
-            return "torch's scaled-dot-product attention, segment by segment"
-        return "flash-attn" if self.packages["flash-attn"] else "torch's variable-length kernel (flash-attn is quicker)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +72,7 @@ def look() -> Machine:
     """This machine."""
     cuda, nccl, cards = _of_torch()
     driver, num_present = _of_driver()
+    has_hopper, attention = _of_attention()
     return Machine(
         python=platform.python_version(),
         packages={name: _version(name) for name in _PACKAGES},
@@ -83,6 +81,8 @@ def look() -> Machine:
         driver=driver,
         cards=cards,
         num_present=num_present,
+        has_hopper=has_hopper,
+        attention=attention,
         compilers={variable: find_compiler(variable) for variable in COMPILERS},
         has_python_header=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         interfaces={name: _read(Path("/sys/class/net", name, "operstate")) for _, name in socket.if_nameindex()},
@@ -117,6 +117,19 @@ def _of_torch() -> tuple[str | None, str | None, tuple[str, ...]]:
             of_card = torch.cuda.get_device_properties(number)
             cards.append(f"{of_card.name}, {of_card.total_memory / 2**30:.1f} GiB")
     return torch.version.cuda, nccl, tuple(cards)
+
+
+def _of_attention() -> tuple[bool, str | None]:
+    """Whether the first card is of Hopper's generation, and the kernel of packed attention, found as training does."""
+    try:
+        import torch
+
+        from dflop.models.attention import kernel_name
+    except (ImportError, OSError):
+        return False, None
+    has_card = torch.cuda.is_available()
+    name = kernel_name(torch.device("cuda" if has_card else "cpu"), torch.bfloat16)
+    return has_card and torch.cuda.get_device_capability()[0] == 9, name
 
 
 def _of_driver() -> tuple[str | None, int]:
@@ -178,7 +191,9 @@ def _for_cards(machine: Machine) -> list[Finding]:
     if machine.compilers["CC"] is None or not machine.has_python_header:
         lacks = "a C compiler (gcc, or set CC)" if machine.compilers["CC"] is None else "Python.h (python3-dev)"
         found.append(Finding(f"{lacks}, for compiled layers: without, they run eager, which is slower"))
-    if machine.packages["flash-attn"] is None:
+    if machine.has_hopper and machine.attention != "flash-attn 3":
+        found.append(Finding("flash-attn 3, for the quickest attention on Hopper: build `hopper/` of its repository"))
+    elif machine.attention == "torch varlen":
         found.append(Finding("flash-attn, for quicker attention: pip install dflop[gpu]"))
     if not any(state == "up" for name, state in machine.interfaces.items() if name != "lo"):
         found.append(Finding("a network interface that is up, for several nodes"))
@@ -196,7 +211,7 @@ def table(machine: Machine) -> str:
         ("NCCL", machine.nccl or "none"),
         ("driver", machine.driver or "none"),
         *(("card", card) for card in machine.cards or (_without_cards(machine),)),
-        ("attention", machine.attention),
+        ("attention", machine.attention or "unknown without torch and transformers"),
         *((f"compiler {name}", path or "not found") for name, path in machine.compilers.items()),
         ("Python.h", "found" if machine.has_python_header else "not found"),
         ("interfaces", ", ".join(f"{name} ({state})" for name, state in machine.interfaces.items())),

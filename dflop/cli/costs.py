@@ -75,6 +75,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "allocator_share": device.allocator_share,
         "seconds": 0.0,
         "config_digest": config_digest("profile-costs", config, device=asdict(device)),
+        "attention": None,
     }
     write_measured(out, Measured(points.measurements, points.parameters, pl.DataFrame([about])))
 

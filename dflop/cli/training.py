@@ -3,11 +3,15 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dflop.cli.emulation import may_emulate
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of, run_argument
+
+if TYPE_CHECKING:
+    from dflop.train.run_folder import MeasuredOn
 
 __all__ = ["report_command", "train_command"]
 
@@ -126,13 +130,15 @@ def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> 
         click.echo(f"dflop: {rerun}", err=True)
 
 
-def _measured_on(costs: Path) -> str | None:
-    """The name of the device that the costs were measured on; None where they are analytic.
+def _measured_on(costs: Path) -> "MeasuredOn | None":
+    """What the costs were measured on; None where they are analytic.
 
     There is only one such device (`read_measured` checks that).
     """
-    from dflop.store import read_meta, read_table
+    from dflop.store import read_meta, read_tables
+    from dflop.train.run_folder import MeasuredOn
 
     if read_meta(costs, made_by="fit-costs").get("source", "measured") != "measured":
         return None
-    return read_table(costs, "device", made_by="fit-costs")["device"][0]
+    row, *_ = read_tables(costs, ["device"], made_by="fit-costs")["device"]
+    return MeasuredOn(row["device"], row.get("attention"))

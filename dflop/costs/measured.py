@@ -21,8 +21,11 @@ _COLUMNS = (
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
         *("is_frozen", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds", "config_digest"),
+        "attention",
     ),
 )
+# Columns that files of earlier versions lack; they are read as null.
+_ADDED = {"attention": pl.String}
 
 
 class Measured(NamedTuple):
@@ -44,7 +47,8 @@ def read_measured(paths: Sequence[Path]) -> Measured:
 
     Raises:
         UserError: when a file is missing, is not such a file, or holds nothing that can be fitted; when two files have
-            the same module and tp; or when they differ in model, device, precision, source or version of torch.
+            the same module and tp; or when they differ in model, device, precision, source, version of torch or kernel
+            of attention.
     """
     parts = []
     for path in paths:
@@ -52,6 +56,11 @@ def read_measured(paths: Sequence[Path]) -> Measured:
         frames = []
         for suffix, wanted in zip(_SUFFIXES, _COLUMNS, strict=True):
             frames.append(read_parquet(path.with_suffix(suffix), made_by="profile-costs"))
+            has = frames[-1].columns
+            frames[-1] = frames[-1].with_columns(
+                (pl.col(name) if name in has else pl.lit(None)).cast(dtype).alias(name)
+                for name, dtype in _ADDED.items()
+            )
             if lacking := [name for name in wanted if name not in frames[-1].columns]:
                 raise UserError(
                     f"{path.with_suffix(suffix)} has no column {lacking[0]!r}: another version of dflop, or another "
@@ -63,8 +72,8 @@ def read_measured(paths: Sequence[Path]) -> Measured:
     device = pl.concat([part.device for part in parts], how="vertical_relaxed")
     if twice := device.filter(device.select("module", "tp").is_duplicated()).select("module", "tp").rows():
         raise UserError(f"{twice[0][0]} tp={twice[0][1]} was given twice; give each module and tp once")
-    for name in ("source", "model", "device", "device_model", "precision", "torch"):
-        if len(found := device[name].unique(maintain_order=True)) > 1:
+    for name in ("source", "model", "device", "device_model", "precision", "torch", "attention"):
+        if len(found := device[name].drop_nulls().unique(maintain_order=True)) > 1:
             raise UserError(
                 f"these measurements do not belong together: `{name}` is {' in one, '.join(map(repr, found))} in "
                 "another; measure all modules with the same config on the same device"

@@ -26,8 +26,10 @@ from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bo
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.models import digest_of_spec, load_model_spec
+from dflop.models.attention import kernel_name
 from dflop.models.compilation import compiles_layers
 from dflop.models.compile_log import compiled_so_far
+from dflop.models.precision import COMPUTES_IN
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.plan.layout_key import LayoutKey
 from dflop.shapes import ChatTokenizer
@@ -147,6 +149,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "allocator_share": allocator_share,
         "seconds": seconds,
         "config_digest": request["config_digest"],
+        "attention": kernel_name(bench.device, COMPUTES_IN[config.train.precision]),
     }
 
 

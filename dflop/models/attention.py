@@ -2,11 +2,13 @@
 
 It is registered with transformers as `PACKED`, so that unmodified Hugging Face layers use it. The caller passes
 `segment_ends` (`microbatch.SegmentEnds`) through the layers' keyword arguments. In bf16 and fp16 on GPUs a
-variable-length kernel runs: flash-attn's if it is installed, else torch's. Otherwise exact scaled-dot-product
-attention runs on each segment, or on several adjacent ones of the same length.
+variable-length kernel runs: that of flash-attn 3 on Hopper if it is installed, else flash-attn 2's, else torch's.
+Otherwise exact scaled-dot-product attention runs on each segment, or on several adjacent ones of the same length.
+`kernel_name` says which of them runs.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 
@@ -19,9 +21,11 @@ from transformers import AttentionInterface
 from dflop.base.torch_versions import grouped_queries
 from dflop.models.microbatch import SegmentEnds
 
-__all__ = ["PACKED", "OneSegment", "packed_attention"]
+__all__ = ["PACKED", "OneSegment", "kernel_name", "packed_attention"]
 
 PACKED = "dflop_packed"
+# The packages whose `flash_attn_varlen_func` is used, the fastest first. The first one runs on Hopper only.
+_FLASH = {"flash-attn 3": "flash_attn_interface", "flash-attn 2": "flash_attn"}
 
 
 class OneSegment:
@@ -46,6 +50,12 @@ class OneSegment:
         return [len(self._positions)]
 
 
+def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel of packed attention: `flash-attn 3`, `flash-attn 2`, `torch varlen`, or `sdpa`, which is torch's
+    scaled-dot-product attention segment by segment."""
+    return _flash_attention(_is_hopper(device))[0] if _has_varlen(device, dtype) else "sdpa"
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -67,7 +77,7 @@ def packed_attention(
     assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
     # Fake tensors have no values: only what the kernel for all segments computes and keeps matters.
     is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
-    if is_fake or (query.is_cuda and value.dtype in (torch.bfloat16, torch.float16)):
+    if is_fake or _has_varlen(query.device, value.dtype):
         assert not dropout, "the variable-length kernels have no dropout"
         return _varlen(query, key, value, segment_ends, scaling, is_causal), None
     attended, end = [], 0
@@ -99,9 +109,11 @@ def _varlen(
     if isinstance(query, FunctionalTensor):
         bounds = query.new_empty(0, dtype=torch.int32)  # a trace would hold the values
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    flash = None if is_fake else _flash_attention()
+    flash = None if is_fake else _flash_attention(_is_hopper(query.device))[1]
     if flash is not None:
         attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=is_causal)
+        if isinstance(attended, tuple):  # early versions of flash-attn 3 return log-sum-exps as well
+            attended = attended[0]
     else:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -119,14 +131,26 @@ def _varlen(
     return attended.unsqueeze(0)
 
 
+def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @functools.cache
-def _flash_attention() -> Callable[..., torch.Tensor] | None:
-    """flash-attn's variable-length kernel, or None if the package (the `gpu` extra) is not installed."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
+def _flash_attention(is_hopper: bool) -> tuple[str, Callable[..., torch.Tensor] | None]:
+    """The name of the variable-length kernel, and its function, None for torch's own."""
+    for name, package in _FLASH.items():
+        if name == "flash-attn 3" and not is_hopper:
+            continue
+        try:
+            # flash-attn 4 installs a package of flash-attn 2's name without the function.
+            return name, importlib.import_module(package).flash_attn_varlen_func
+        except (ImportError, AttributeError):
+            continue
+    return "torch varlen", None
 
 
 AttentionInterface.register(PACKED, packed_attention)

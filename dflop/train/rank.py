@@ -13,7 +13,7 @@ from dflop.base import UserError
 from dflop.config import load_config
 from dflop.train.generation import Generation
 from dflop.train.lost_loaders import allow_open_files, in_one_line, why_loading_ended
-from dflop.train.run_folder import RunFiles
+from dflop.train.run_folder import MeasuredOn, RunFiles
 from dflop.train.stopping import StopRequest, end_loaders
 from dflop.train.trainer import Trainer
 
@@ -27,7 +27,7 @@ def main() -> int:
     files = RunFiles(
         **{name: Path(request[name]) for name in ("shapes", "costs", "plan", "out")},
         generation=Generation(**request["generation"]),
-        measured_on=request["measured_on"],
+        measured_on=MeasuredOn(*request["measured_on"]) if request["measured_on"] else None,
     )
     try:
         config = load_config(request["config"])

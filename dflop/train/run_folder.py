@@ -7,10 +7,11 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dflop.train.generation import Generation
 
-__all__ = ["LAST_SUMMARY", "OBSERVED", "RunFiles", "clear_start", "is_emulated", "set_aside"]
+__all__ = ["LAST_SUMMARY", "OBSERVED", "MeasuredOn", "RunFiles", "clear_start", "is_emulated", "set_aside"]
 
 LAST_SUMMARY = "last_summary.json"
 # The outputs that hold measurements with predictions, and all outputs of a run.
@@ -20,19 +21,24 @@ _NUM_KEPT_ASIDE = 2
 _ASIDE = re.compile(r"old-(\d+)")
 
 
+class MeasuredOn(NamedTuple):
+    """A device by its name, and the kernel of attention there (`kernel_name`), None in costs of earlier versions."""
+
+    device: str
+    attention: str | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFiles:
-    """What training reads, and the folder it writes to.
-
-    `measured_on` is the name of the device that the costs were measured on, None for analytic ones.
-    """
+    """What training reads, and the folder it writes to. `measured_on` is what the costs were measured on, None for
+    analytic ones."""
 
     shapes: Path
     costs: Path
     plan: Path
     out: Path
     generation: Generation
-    measured_on: str | None
+    measured_on: MeasuredOn | None
 
     @property
     def metrics(self) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop.costs import BEYOND_MEASURED
 from dflop.schedule import StepSchedule
-from dflop.train.run_folder import RunFiles
+from dflop.train.run_folder import MeasuredOn, RunFiles
 from dflop.train.step_seconds import split_line
 from dflop.train.trackers import Trackers
 
@@ -149,13 +149,22 @@ class StepLog:
         return None
 
 
-def say_if_costs_are_of_another(measured_on: str | None, running_on: str) -> None:
-    """Warn if the costs were measured on another device than this one; `measured_on` is None for analytic costs."""
-    if measured_on not in (None, running_on):
-        print(
-            f"dflop: warning: the costs were measured on {measured_on!r} and this is {running_on!r}: the plan and "
-            "the schedules follow another device; measure again with `dflop profile-costs` (`snakemake --forcerun "
-            "profile_costs`) and give each device a `cluster.device_model` of its own",
-            file=sys.stderr,
-            flush=True,
+def say_if_costs_are_of_another(measured_on: MeasuredOn | None, running_on: MeasuredOn) -> None:
+    """Warn if the costs were measured on another device, or with another kernel of attention; `measured_on` is None for
+    analytic costs."""
+    if measured_on is None:
+        return
+    again = "measure again with `dflop profile-costs` (`snakemake --forcerun profile_costs`)"
+    said = []
+    if measured_on.device != running_on.device:
+        said.append(
+            f"on {measured_on.device!r} and this is {running_on.device!r}: the plan and the schedules follow another "
+            f"device; {again} and give each device a `cluster.device_model` of its own"
         )
+    if measured_on.attention not in (None, running_on.attention):
+        said.append(
+            f"with the attention of {measured_on.attention!r} and this run has {running_on.attention!r}: the plan and "
+            f"the schedules follow another kernel; install it here as well (`dflop doctor` names it), or {again}"
+        )
+    for line in said:
+        print(f"dflop: warning: the costs were measured {line}", file=sys.stderr, flush=True)

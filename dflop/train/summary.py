@@ -70,6 +70,7 @@ def summarise(
         # Functions of layers, over all ranks, that could not be compiled, or only for some of their inputs.
         "num_eager": own[-1].get("num_eager", 0),
         "restarts": run["restarts"],
+        "attention": run.get("attention"),  # the kernel that computed it
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),
         "peak_allocated_bytes": run.get("peak_allocated_bytes", {}),  # of GPUs only
         "measured_over_predicted": _measured_over_predicted(merged.observations),

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from dflop.base import UserError
 from dflop.base.local_device import device_name
 from dflop.config import Config
+from dflop.models.attention import kernel_name
 from dflop.models.compilation import compiles_layers
 from dflop.models.compile_log import compiled_so_far
 from dflop.models.precision import COMPUTES_IN
@@ -39,7 +40,7 @@ from dflop.train.peers import PeerWatch, longest_wait_s
 from dflop.train.rank_clock import RankClock
 from dflop.train.rank_model import build_rank_model, forwards_that_read
 from dflop.train.resume import take_up
-from dflop.train.run_folder import RunFiles
+from dflop.train.run_folder import MeasuredOn, RunFiles
 from dflop.train.saver import CheckpointSaver
 from dflop.train.step_log import StepLog, say_if_costs_are_of_another
 from dflop.train.step_seconds import StepSeconds
@@ -97,8 +98,10 @@ class Trainer:
         if why_eager and os.environ.get("LOCAL_RANK", "0") == "0":  # a node says it once; others may compile
             print(f"dflop: WARNING: {why_eager}", file=sys.stderr, flush=True)
         self.model = build_rank_model(config, self.plan, self.topology, dtype)
+        self.kernel = kernel_name(self.topology.device, dtype)
         if self.topology.is_main:
-            say_if_costs_are_of_another(files.measured_on, device_name(self.topology.device))
+            running_on = MeasuredOn(device_name(self.topology.device), self.kernel)
+            say_if_costs_are_of_another(files.measured_on, running_on)
         self.observations = Observations(files.out / "observations", self.topology.rank, program.nodes)
         self.saver = CheckpointSaver(files.checkpoints, self.observations)
         group = self.saver.group
@@ -306,6 +309,7 @@ class Trainer:
         run = {
             "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,
+            "attention": self.kernel,
             **self._peaks(),
         }
         self.saver.save(num_steps, self.model.nodes, run)

@@ -105,7 +105,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
     summary = json.loads((tmp_path / "parts/summary.json").read_text())
-    assert (summary["restarts"], summary["num_steps"]) == (1, 4)
+    assert (summary["restarts"], summary["num_steps"], summary["attention"]) == (1, 4, "sdpa")
     # What one plan was measured to take is no part of what another takes.
     log = (tmp_path / "parts/log").read_text()
     assert "costs or plan changed at step 2: what was observed before was moved to" in log

@@ -12,12 +12,14 @@ from dflop.cli import cli
 
 NODE = Machine(
     python="3.11.7",
-    packages={"torch": "2.11.0+cu130", "transformers": "5.23.0", "triton": "3.6.0", "flash-attn": "2.8.3"},
+    packages={"torch": "2.11.0+cu130", "transformers": "5.23.0", "triton": "3.6.0"},
     cuda="13.0",
     nccl="2.28.9",
     driver="580.65",
     cards=("NVIDIA H100 80GB HBM3, 79.6 GiB",) * 2,
     num_present=2,
+    has_hopper=True,
+    attention="flash-attn 3",
     compilers={"CC": "/usr/bin/gcc", "CXX": "/usr/bin/g++"},
     has_python_header=True,
     interfaces={"lo": "unknown", "eth0": "up"},
@@ -38,7 +40,7 @@ def without(**changes: object) -> Machine:
 def test_a_whole_node_has_a_line_for_each_card_and_nothing_missing():
     said = table(NODE)
     assert said.count("NVIDIA H100") == 2
-    assert re.search(r"^attention +flash-attn$", said, re.MULTILINE)
+    assert re.search(r"^attention +flash-attn 3$", said, re.MULTILINE)
     assert re.search(r"^locked memory +unlimited$", said, re.MULTILINE)
     assert said.endswith("Nothing is missing.")
 
@@ -65,7 +67,8 @@ def test_without_what_is_needed_nothing_can_be_trained_and_it_is_said_first(mach
         (without(compilers={"CC": None, "CXX": None}), "a C compiler .* compiled layers"),
         (without(has_python_header=False), "Python.h .* compiled layers"),
         (without(packages={"triton": None}), "triton, for compiled layers"),
-        (without(packages={"flash-attn": None}), "quicker attention"),
+        (without(attention="flash-attn 2"), "flash-attn 3, for the quickest attention on Hopper"),
+        (without(attention="torch varlen", has_hopper=False), r"quicker attention: pip install dflop\[gpu\]"),
         (without(interfaces={"lo": "unknown", "eth0": "down"}), "several nodes"),
         (without(locked_bytes=2**20), "InfiniBand"),
         (without(open_files=1024), r"open files \(1024\)"),
@@ -84,6 +87,7 @@ def test_the_command_looks_at_this_machine_and_says_whether_there_is_a_gpu():
     assert ran.exit_code == 0, ran.output
     assert re.search(r"^torch +\d", ran.output, re.MULTILINE)
     assert re.search(r"^card +(no GPU here|.*GiB)", ran.output, re.MULTILINE)
+    assert re.search(r"^attention +(flash-attn|torch varlen|sdpa)", ran.output, re.MULTILINE)
     assert re.search(r"^cores +\d", ran.output, re.MULTILINE)
 
 

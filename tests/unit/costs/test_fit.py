@@ -224,12 +224,18 @@ def test_files_of_all_modules_are_read_together(costs, measure_as, tmp_path):
     measured = read_measured([write_measured(tmp_path, frames, module) for module in ("vision", "llm")])
     assert len(measured.measurements) == len(frames.measurements)
     assert measured.device["module"].to_list() == ["vision", "llm"]
+    assert measured.device["attention"].to_list() == [None, None]  # earlier versions did not write it
+    new = write_measured(tmp_path, frames, "llm-new", attention="flash-attn 3")
+    measured = read_measured([write_measured(tmp_path, frames, "vision"), new])
+    assert measured.device["attention"].to_list() == [None, "flash-attn 3"]
 
 
 def test_files_that_do_not_belong_together_are_refused_in_one_line(costs, measure_as, tmp_path):
     frames = measure_as(costs)
     vision, llm = (write_measured(tmp_path, frames, module) for module in ("vision", "llm"))
     other = write_measured(tmp_path, frames, "llm-other", device="another card")
+    of_flash = write_measured(tmp_path, frames, "vision-flash", attention="flash-attn 2")
+    of_torch = write_measured(tmp_path, frames, "llm-torch", attention="torch varlen")
     lost = frames.measurements.with_columns(seconds=pl.lit(None, pl.Float64))
     empty = write_measured(tmp_path, frames._replace(measurements=lost), "llm-lost")
     old = write_measured(tmp_path, frames._replace(measurements=frames.measurements.drop("piece")), "llm-old")
@@ -238,6 +244,7 @@ def test_files_that_do_not_belong_together_are_refused_in_one_line(costs, measur
     for paths, said in (
         ([vision, llm, llm], "llm tp=1 was given twice"),
         ([vision, other], "`device` is 'a card' in one, 'another card' in another"),
+        ([of_flash, of_torch], "`attention` is 'flash-attn 2' in one, 'torch varlen' in another"),
         ([empty], "no point was measured without running out of memory"),
         ([old], "llm-old.parquet has no column 'piece': another version of dflop"),
         ([llm.with_suffix(".device.parquet")], "has no column 'piece': another version of dflop, or another command"),

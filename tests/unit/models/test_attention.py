@@ -3,6 +3,8 @@
 import inspect
 import itertools
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import AttentionInterface
 
 from dflop.base.torch_versions import grouped_queries
 from dflop.models import attention
-from dflop.models.attention import PACKED, packed_attention
+from dflop.models.attention import PACKED, kernel_name, packed_attention
 from dflop.models.microbatch import SegmentEnds
 
 
@@ -90,12 +92,44 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_the_bounds_that_c
         ]
         return torch.cat(segments, dim=2)[0].transpose(0, 1)
 
-    monkeypatch.setattr(attention, "_flash_attention", lambda: flash)
+    monkeypatch.setattr(attention, "_flash_attention", lambda is_hopper: ("flash-attn 2", flash))
     tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
     torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, True), exact)
     assert seen == [ends.bounds]
     assert (ends.bounds.dtype, ends.bounds.tolist()) == (torch.int32, [0, 2, 3, 9])
+
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "dtype", "name"),
+    [
+        ({"flash_attn_interface", "flash_attn"}, HOPPER, torch.bfloat16, "flash-attn 3"),
+        ({"flash_attn_interface", "flash_attn"}, AMPERE, torch.float16, "flash-attn 2"),
+        ({"flash_attn_interface"}, AMPERE, torch.bfloat16, "torch varlen"),
+        ({"flash_attn"}, HOPPER, torch.bfloat16, "flash-attn 2"),
+        (set(), HOPPER, torch.bfloat16, "torch varlen"),
+        ({"flash_attn_interface", "flash_attn"}, HOPPER, torch.float32, "sdpa"),
+        ({"flash_attn_interface", "flash_attn"}, None, torch.bfloat16, "sdpa"),
+    ],
+)
+def test_the_fastest_kernel_that_is_installed_and_runs_on_the_device_is_used_and_named(
+    installed, capability, dtype, name, monkeypatch
+):
+    """flash-attn 4 has a package of flash-attn 2's name without the function."""
+    for package in ("flash_attn_interface", "flash_attn"):
+        module = types.ModuleType(package)
+        if package in installed:
+            module.flash_attn_varlen_func = lambda: None
+        monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    attention._flash_attention.cache_clear()
+    try:
+        assert kernel_name(torch.device("cuda" if capability else "cpu"), dtype) == name
+    finally:
+        attention._flash_attention.cache_clear()
 
 
 def kernel_of_torch_2_11(
@@ -120,7 +154,7 @@ def kernel_of_torch_2_13(query, key, value, *bounds, enable_gqa=False, seqused_k
 
 @pytest.mark.parametrize("kernel", [kernel_of_torch_2_11, kernel_of_torch_2_13])
 def test_torchs_kernel_is_called_as_its_version_has_it(kernel, monkeypatch):
-    monkeypatch.setattr(attention, "_flash_attention", lambda: None)
+    monkeypatch.setattr(attention, "_flash_attention", lambda is_hopper: ("torch varlen", None))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     for is_causal in (True, False):

@@ -11,7 +11,8 @@ from dflop.store import STEP_SECONDS_SCHEMA
 from dflop.train import finished_at, generation_of, summarise
 from dflop.train.generation import Generation
 from dflop.train.observations import Merged
-from dflop.train.run_folder import set_aside
+from dflop.train.run_folder import MeasuredOn, set_aside
+from dflop.train.step_log import say_if_costs_are_of_another
 
 MADE = {"train": {"steps": 4}}
 
@@ -101,6 +102,26 @@ def test_figures_of_two_cost_tables_are_not_mixed_and_losses_are_what_they_are_c
     assert (summary["first_loss"], summary["final_loss"]) == (9.0, 0.0)
     assert (summary["mean_first_loss"], summary["mean_final_loss"]) == (7.0, 2.0)
     assert summary["measured_over_predicted"] == {"llm forward": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "said"),
+    [
+        (None, []),  # analytic costs
+        (MeasuredOn("a card", "flash-attn 3"), []),
+        (MeasuredOn("a card", None), []),  # costs of a version that did not write it
+        (
+            MeasuredOn("a card", "torch varlen"),
+            ["with the attention of 'torch varlen' and this run has 'flash-attn 3'"],
+        ),
+        (MeasuredOn("b card", "sdpa"), ["on 'b card' and this is 'a card'", "with the attention of 'sdpa'"]),
+    ],
+)
+def test_costs_of_another_device_or_kernel_of_attention_are_said_in_a_line_each(measured_on, said, capsys):
+    say_if_costs_are_of_another(measured_on, MeasuredOn("a card", "flash-attn 3"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
 
 
 def test_the_last_two_earlier_runs_are_kept_and_it_is_said_what_is_removed(tmp_path):
