@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 __all__ = ["LossHead", "targets_at_once"]
@@ -18,6 +19,8 @@ __all__ = ["LossHead", "targets_at_once"]
 _LOGITS_BYTES = 512 * 2**20
 # Matrix products are fast for multiples of this number of rows.
 _ROWS = 128
+# On CPUs, which have no product that adds to a wider matrix, a gradient is added in so many parts.
+_NUM_PARTS = 16
 
 
 def targets_at_once(vocabulary: float) -> int:
@@ -61,9 +64,8 @@ class _SummedLoss(torch.autograd.Function):
     The gradient of the logits overwrites them. Torch's checkpointing and cross entropy would need twice the memory, and
     torch's `linear_cross_entropy` does not support a vocabulary that ranks share.
 
-    The matrix's gradients of the chunks are added to the parameter's `grad`, if that is wider than the weights (fp32
-    with bf16 weights). Otherwise, as when replicas shard parameters, they are summed in the weights' dtype and returned
-    to autograd.
+    The matrix's gradients of the chunks are added to the parameter's `grad`, if there is one. Otherwise, as when
+    replicas shard parameters, they are summed in the weights' dtype and returned to autograd.
     """
 
     @staticmethod
@@ -88,8 +90,9 @@ class _SummedLoss(torch.autograd.Function):
         assert kept is not None, "the loss of a microbatch has one backward"
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = of_logits = None
-        wide = head.weight.grad if needs_weight and _is_wider(head.weight.grad, weight) else None
+        of_logits = None
+        added_to = head.weight.grad if needs_weight else None
+        of_weight = torch.zeros_like(weight) if needs_weight and added_to is None else None
         for own in reversed(_chunks(len(target_ids), head.num_at_once)):
             if kept is None:
                 of_logits = None  # free it before the next chunk's logits
@@ -98,14 +101,8 @@ class _SummedLoss(torch.autograd.Function):
             kept = None
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[own])
-            if not needs_weight:
-                continue
-            if wide is not None:
-                wide.add_(of_logits.T @ hidden[own])
-            elif of_weight is None:
-                of_weight = of_logits.T @ hidden[own]
-            else:
-                torch.addmm(of_weight, of_logits.T, hidden[own], out=of_weight)
+            if needs_weight:
+                _add_product(of_weight if added_to is None else added_to, of_logits.T, hidden[own])
         return of_hidden, of_weight, None, None
 
 
@@ -115,8 +112,15 @@ def _chunks(num_targets: int, num_at_once: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(reversed(ends))] or [slice(0, 0)]
 
 
-def _is_wider(gradient: torch.Tensor | None, weight: torch.Tensor) -> bool:
-    return gradient is not None and gradient.dtype != weight.dtype
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left @ right` to a total that may be wider (fp32 for bf16), without making another matrix as large."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda or isinstance(total, FakeTensor):  # counted costs are of GPUs
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        for rows, own in zip(total.chunk(_NUM_PARTS), left.chunk(_NUM_PARTS), strict=True):
+            rows.add_(own @ right)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

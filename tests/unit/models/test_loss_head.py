@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from dflop.costs.live_bytes import LiveBytes
 from dflop.models.loss_head import LossHead, targets_at_once
-from dflop.models.precision import compute_in
+from dflop.models.precision import compute_in, held_in
 
 HIDDEN, VOCABULARY, NUM_TARGETS = 12, 50, 37
 # One, a divisor, with a rest, all but one, all, and more than all.
@@ -105,6 +106,20 @@ def test_in_half_precision_gradients_of_chunks_are_added_up_in_full(num_at_once)
     size = 1 + of_logits.abs().T @ inputs.abs()
     assert ((head.weight.grad - expected).abs() <= 2**-8 * size).all()
     assert ((head.weight.grad - expected).abs() / size).mean() < 2**-11
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_backward_makes_no_second_matrix_as_large_as_the_gradient(dtype):
+    hidden_size, num_ids = 512, 1024
+    head = LossHead.of(nn.Linear(hidden_size, num_ids, bias=False, dtype=held_in(dtype)), num_ids)
+    head.num_at_once = 4
+    compute_in(head, dtype)
+    head.weight.grad = torch.zeros_like(head.weight, dtype=held_in(dtype))
+    hidden = torch.randn(16, hidden_size, dtype=dtype, requires_grad=True)
+    with LiveBytes() as live:
+        head(hidden, torch.arange(16)).backward()
+    assert head.weight.grad.any()
+    assert live.peak < head.weight.nbytes / 4
 
 
 def test_large_logits_lose_no_digits_of_the_loss():
