@@ -2,6 +2,7 @@
 # make test   creates .venv, installs, and runs the tests but the exhaustive ones: test-unit, then test-serial
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
+# make test-gpu   checks that one GPU decides, in 30 minutes; without a GPU it says which (docs/how-to/first-hour.md)
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-unit test-serial test-all test-slurm fuzz screenshots docs lint clean
+.PHONY: setup demo test test-unit test-serial test-all test-slurm test-gpu fuzz screenshots docs lint clean
 
 setup: $(STAMP)
 
@@ -48,6 +49,9 @@ test-all: test
 test-slurm: setup
 	tests/slurm/install.sh
 	pytest -q tests/slurm
+
+test-gpu: setup
+	python -m tests.gpu
 
 fuzz: export FUZZ_SECONDS ?= 60
 fuzz: export FUZZ_SEED ?= $(shell date +%s)

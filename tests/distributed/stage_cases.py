@@ -24,7 +24,8 @@ _PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stage of a family's tiny model, of which `text` and `vision` are other fields."""
+    """A stage of a family's tiny model, of which `text` and `vision` are other fields. Noise of the standard deviation
+    `noise` is added to all drawn weights, so that no bias is zero."""
 
     family: str = "llava_onevision"
     module: str = "llm"
@@ -34,6 +35,7 @@ class Case:
     tied: bool = False
     checkpointing: bool = False
     precision: str = "fp64"
+    noise: float = 0.1
 
     @property
     def hf_fields(self) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class Case:
 
 
 def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
-    """The stage, or these ranks' part of it, on the CPU. All its parameters are drawn, so that no bias is zero."""
+    """The stage, or these ranks' part of it, on the CPU."""
     runtime = load_runtime(case.family)
     config = runtime.make_config(case.spec, _PLACEHOLDERS, 1024)
     dtype = COMPUTES_IN[case.precision]
@@ -66,7 +68,7 @@ def build(case: Case, ranks: TensorGroup = ALONE) -> Stage:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             shard = stage.shards.get(name)
             noise = torch.randn(shard.whole if shard else parameter.shape, generator=generator)
-            parameter += 0.1 * part_of(noise, shard, parameter.shape)
+            parameter += case.noise * part_of(noise, shard, parameter.shape)
     compute_in(stage, dtype)
     return stage
 
@@ -98,7 +100,7 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
         media = ((MediumLayout("image", 3, side, 2 * side),), (MediumLayout("video", 2, side, side),))
         return items, stage(batch_of(items, media, (60, 1000)))
     vocab_size = stage.hf.config.text_config.vocab_size
-    ids = draw(40).abs().mul(1e6).long() % vocab_size
+    ids = draw(40).double().abs().mul(1e6).long() % vocab_size  # the same in each precision
     # The ends of both ranks' shares, the padding's id in one case, and the id in that place of the other share.
     ids[:6] = torch.tensor([0, vocab_size - 1, vocab_size // 2, vocab_size // 2 - 1, 700, 188])
     batch = TextBatch(
