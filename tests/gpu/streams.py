@@ -1,0 +1,114 @@
+"""Whether streams run beside each other, and whether the first use of a kernel waits for others.
+
+CUDA reads its settings when a process begins to use it, so each setting is tried in a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from tests.gpu.check import Figures, Setting, Skipped
+
+__all__ = ["side_by_side"]
+
+_SLEEP_S = 0.02
+_NUM_STREAMS = (4, 8, 16, 32, 64)
+# With training's settings (`dflop/base/gpu_environment.py`), and with CUDA's own.
+_SETTINGS = {
+    "training's settings": {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"},
+    "CUDA's settings": {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "LAZY"},
+}
+
+
+def side_by_side(setting: Setting) -> Figures:
+    """Streams that sleep at the same time, of so many; streams that are held up by one that waits for an event; and
+    seconds that the first use of a kernel waits while another one sleeps."""
+    if setting.device != "cuda":
+        raise Skipped("a CPU has no streams")
+    figures = {}
+    for name, variables in _SETTINGS.items():
+        command = [sys.executable, "-c", "from tests.gpu.streams import _measure; _measure()"]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        figures |= {f"{figure}, {name}": value for figure, value in json.loads(done.stdout.splitlines()[-1]).items()}
+    return figures
+
+
+def _measure() -> None:
+    """Print the figures of this process's settings."""
+    torch.zeros(1, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    first_use_s = _first_use()
+    cycles = _cycles_of(_SLEEP_S)
+    figures = {f"asleep at the same time of {count}": _num_asleep(count, cycles) for count in _NUM_STREAMS}
+    figures["held up by a stream that waits, of 16"] = _num_held_up(16, cycles)
+    print(json.dumps(figures | {"seconds that a first use waits": first_use_s}))
+
+
+def _cycles_of(seconds: float) -> int:
+    """The cycles for which a kernel sleeps so long."""
+    tried = 10_000_000
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(tried)
+    start.record()
+    torch.cuda._sleep(tried)
+    end.record()
+    end.synchronize()
+    return int(tried * seconds * 1000 / start.elapsed_time(end))
+
+
+def _num_asleep(count: int, cycles: int) -> float:
+    """Seconds of sleep of all streams together, beside what passed."""
+    streams = [torch.cuda.Stream() for _ in range(count)]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    return count * _SLEEP_S / (time.perf_counter() - started)
+
+
+def _num_held_up(count: int, cycles: int) -> int:
+    """One stream sleeps for long and another waits for it. Of `count` others, those that do not end before it wakes."""
+    sleeping, waiting, *others = [torch.cuda.Stream() for _ in range(2 + count)]
+    # All memory is there before: to ask the driver for some would wait for what runs.
+    first, *values = [torch.zeros(1, device="cuda") for _ in range(1 + count)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(sleeping):
+        torch.cuda._sleep(10 * cycles)
+        woken = sleeping.record_event()
+    waiting.wait_event(woken)
+    with torch.cuda.stream(waiting):
+        first.add_(1)
+    ends = []
+    for stream, value in zip(others, values, strict=True):
+        with torch.cuda.stream(stream):
+            value.add_(1)
+            ends.append(stream.record_event())
+    while not woken.query() and not all(end.query() for end in ends):
+        time.sleep(0.001)
+    held_up = sum(not end.query() for end in ends)
+    torch.cuda.synchronize()
+    return held_up
+
+
+def _first_use() -> float:
+    """Seconds until a kernel that was never used before has run beside one that sleeps for half a second."""
+    values, made, stream = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda"), torch.cuda.Stream()
+    cycles = _cycles_of(_SLEEP_S)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(25 * cycles)
+    started = time.perf_counter()
+    with torch.cuda.stream(stream):
+        torch.erfinv(values, out=made)
+        end = stream.record_event()
+    end.synchronize()
+    waited_s = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return waited_s
