@@ -75,7 +75,7 @@ def start_run(
 
 
 def _arguments(folder: Path, config: dict, plan: Path, out: Path, num_nodes: int, train: dict) -> list[str]:
-    cluster = {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
+    cluster = config["cluster"] | {"num_nodes": num_nodes, "devices_per_node": load_plan(plan).world_size // num_nodes}
     whole = config | {"cluster": cluster, "train": config["train"] | train}
     return [
         *("train", "--config", json.dumps(whole), "--out", str(out), "--plan", str(plan)),

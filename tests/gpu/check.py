@@ -62,9 +62,9 @@ class Check:
     - `shows`: what it shows, in a sentence.
     - `run`: its function as `module:function`, of a module of this package. It takes a `Setting`, and returns figures
       by name. It is imported only where it runs, since it may need packages that are not there.
-    - `seconds`: what it is expected to take on an H100. It is ended after three times as long and a minute.
+    - `seconds`: what it is expected to take on an H100, and with `--fast` `fast_s`, which leaves out the check if it is
+      None. It is ended after three times as many seconds and a minute.
     - `limits`: by the beginning of a figure's name. A figure with no limit is for people to read.
-    - `is_fast`: whether `--fast` has it.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Check:
     run: str
     seconds: float
     limits: Mapping[str, Limit] = field(default_factory=dict)
-    is_fast: bool = False
+    fast_s: float | None = None
 
     @property
     def longest_s(self) -> float:

@@ -1,6 +1,7 @@
 """The checks of the kit, in the order in which they run."""
 
-from tests.gpu.check import Check, at_least, at_most
+from dflop.base.devices import COMMUNICATOR_BYTES
+from tests.gpu.check import Check, at_least, at_most, between
 
 __all__ = ["CHECKS"]
 
@@ -11,7 +12,7 @@ CHECKS = (
         run="gradients:of_all_families",
         seconds=60,
         limits={"gradients": at_most(2e-2), "loss": at_most(5e-3)},
-        is_fast=True,
+        fast_s=60,
     ),
     Check(
         name="attention",
@@ -23,7 +24,25 @@ CHECKS = (
             "gradients": at_most(2e-2),
             "seconds beside SDPA's": at_most(1.3, of_card=True),
         },
-        is_fast=True,
+        fast_s=20,
+    ),
+    Check(
+        name="trainer",
+        shows="a run that is killed and resumed is the run that was not; it is evaluated and exported",
+        run="trainer:killed_and_resumed",
+        seconds=150,
+        limits={
+            "losses of a resumed run, beyond": at_most(0),
+            "steps that are missing": at_most(0),
+            "restarts": between(1, 1),
+            "seconds until a killed run": at_most(60, of_card=True),
+            "last loss over the first": at_most(0.95),
+            "evaluation loss": at_most(20),
+            "weights that from_pretrained": at_most(0),
+            "functions of layers that run eager": at_most(0, of_card=True),
+            "losses of a compiled run": at_most(0.02, of_card=True),
+        },
+        fast_s=100,
     ),
     Check(
         name="streams",
@@ -35,7 +54,7 @@ CHECKS = (
             "held up by a stream that waits, of 16, training's": at_most(0, of_card=True),
             "seconds that a first use waits, training's": at_most(0.1, of_card=True),
         },
-        is_fast=True,
+        fast_s=30,
     ),
     Check(
         name="utilisation",
@@ -51,7 +70,7 @@ CHECKS = (
             "InternViT-6B": at_least(0.25, of_card=True),
             "Qwen2.5-VL vision": at_least(0.25, of_card=True),
         },
-        is_fast=True,
+        fast_s=90,
     ),
     Check(
         name="idle",
@@ -73,6 +92,54 @@ CHECKS = (
             "p95 error of seconds": at_most(0.08, of_card=True),
             "largest error of bytes": at_most(0.05, of_card=True),
             "reserved over allocated bytes": at_most(1.10, of_card=True),
+        },
+    ),
+    Check(
+        name="groups",
+        shows="a process group takes less memory than plans assume, and little time",
+        run="groups:bytes_and_seconds",
+        seconds=60,
+        limits={
+            "bytes a group": at_most(COMMUNICATOR_BYTES, of_card=True),
+            "seconds a group": at_most(1, of_card=True),
+        },
+    ),
+    Check(
+        name="optimiser",
+        shows="updating weights runs at the speed of the card's memory",
+        run="optimiser:updated",
+        seconds=30,
+        limits={"update, share of a copy's bandwidth": at_least(0.7, of_card=True)},
+    ),
+    Check(
+        name="saver",
+        shows="a checkpoint is copied fast, pins no more than its size, and is written without slowing steps",
+        run="optimiser:saved_beside_steps",
+        seconds=90,
+        limits={
+            "bytes copied a second": at_least(20e9, of_card=True),
+            "pinned bytes over the state's": at_most(1.1),
+            "a step beside writing": at_most(1.03, of_card=True),
+            "checkpoints that were not written": at_most(0),
+        },
+    ),
+    Check(
+        name="loaders",
+        shows="a few processes a rank load pictures and clips as fast as an H100 trains the 7B preset on them",
+        run="loaders:beside_training",
+        seconds=60,
+        limits={"processes a rank": at_most(8, of_card=True)},
+    ),
+    Check(
+        name="faults",
+        shows="without a compiler or memory, and with a hundred lengths, work goes on and says so",
+        run="faults:survived",
+        seconds=120,
+        limits={
+            "is compiled without a compiler": at_most(0),
+            "graphs for": at_most(12, of_card=True),
+            "functions that run eager": at_most(0, of_card=True),
+            "seconds of the one behind it": at_most(60, of_card=True),
         },
     ),
 )

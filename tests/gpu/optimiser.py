@@ -1,0 +1,92 @@
+"""The update of weights beside the bandwidth of the card's memory, and checkpoints that are written beside training."""
+
+import shutil
+import time
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dflop.train.adamw import AdamW, squared_norm
+from dflop.train.observations import Observations
+from dflop.train.saver import CheckpointSaver
+from dflop.train.sharded_optimizer import ShardedAdamW
+from tests.gpu.check import Figures, Setting
+from tests.gpu.clock import copied_bytes_per_s, seconds_of
+from tests.gpu.world import alone_in_world
+
+__all__ = ["saved_beside_steps", "updated"]
+
+_VALUES_OF_BUCKET = 2**24
+# AdamW reads a value, its gradient and its moments, and writes all but the gradient.
+_BYTES_OF_UPDATE = 28
+
+
+def updated(setting: Setting) -> Figures:
+    """Bandwidths of AdamW, of the norm and of zeroing gradients, for 1 B values in buckets of 64 MiB."""
+    device = torch.device(setting.device)
+    count, size = (2, 2**12) if setting.is_tiny else (60, _VALUES_OF_BUCKET)
+    weights = [nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
+    for own in weights:
+        own.grad = torch.randn_like(own)
+    optimizer, gradients = AdamW(dict.fromkeys(weights, True), 0.1), [own.grad for own in weights]
+
+    def zero() -> None:
+        for own in gradients:
+            own.zero_()
+
+    copied = copied_bytes_per_s(device, 2**20 if setting.is_tiny else 2**30)
+    update_s = seconds_of(lambda: optimizer.step(1e-4), device)
+    norm_s = seconds_of(lambda: squared_norm(gradients), device)
+    num_values = count * size
+    return {
+        "a copy, bytes a second": copied,
+        "update, share of a copy's bandwidth": _BYTES_OF_UPDATE * num_values / update_s / copied,
+        "norm, share of a copy's bandwidth": 4 * num_values / norm_s / copied,
+        "zeroing, share of a copy's bandwidth": 4 * num_values / seconds_of(zero, device) / copied,
+        "seconds of an update of 1 B values": update_s * 1e9 / num_values,
+    }
+
+
+def saved_beside_steps(setting: Setting) -> Figures:
+    """Of a state of 8 GB: the rate at which it is copied, the host's memory that is pinned, and steps meanwhile."""
+    with alone_in_world(setting) as device:
+        count, size = (2, 2**12) if setting.is_tiny else (40, _VALUES_OF_BUCKET)
+        weights = {f"weight{number}": nn.Parameter(torch.randn(size, device=device)) for number in range(count)}
+        optimizer = ShardedAdamW(list(weights.values()), dist.group.WORLD, weight_decay=0.0, computed_in=torch.bfloat16)
+        part = SimpleNamespace(parameters=weights, shards={}, optimizer=optimizer, written_elsewhere=())
+        state_bytes = 12 * count * size
+        folder = setting.folder / "saver"
+        saver = CheckpointSaver(folder / "checkpoints", Observations(folder / "observations", 0, ()))
+        alone_s = _seconds_a_step(device, setting)
+        saver.save(1, [part], {})  # pins the host's memory
+        saver.wait()
+        started = time.perf_counter()
+        saver.save(2, [part], {})
+        copied_s = time.perf_counter() - started
+        beside_s = _seconds_a_step(device, setting)
+        saver.wait()
+        figures = {
+            "bytes copied a second": state_bytes / copied_s,
+            "pinned bytes over the state's": saver._buffer.num_bytes / state_bytes,
+            "a step beside writing, over one alone": beside_s / alone_s,
+            "checkpoints that were not written": float(saver.unsaved is not None),
+        }
+        shutil.rmtree(folder)
+        return figures
+
+
+def _seconds_a_step(device: torch.device, setting: Setting) -> float:
+    """The host's seconds of a step of products and small kernels, for each of which it must launch."""
+    size = 64 if setting.is_tiny else 4096
+    values = torch.randn(size, size, device=device).to(torch.bfloat16)
+    for is_warm in (False, True):
+        started = time.perf_counter()
+        for _ in range(2 if setting.is_tiny else 2000):
+            (values @ values).mul_(0.5)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if is_warm:
+            return time.perf_counter() - started
+    raise AssertionError
