@@ -17,11 +17,13 @@ __all__ = ["prepare"]
 _META = {"config_digest": "", "code_digest": ""}
 
 
-def prepare(folder: Path, manifests: Sequence[Path], family: str, preset: str = "tiny") -> tuple[Path, dict]:
+def prepare(
+    folder: Path, manifests: Sequence[Path], family: str, preset: str = "tiny", max_llm_tokens: int = 4096
+) -> tuple[Path, dict]:
     """Write the shapes of the manifests' samples and made-up costs into a folder; returns it with the config."""
     config = {
         "run": "test",
-        "data": {"sources": [{"path": str(path)} for path in manifests], "max_llm_tokens": 4096},
+        "data": {"sources": [{"path": str(path)} for path in manifests], "max_llm_tokens": max_llm_tokens},
         "model": {"family": family, "preset": preset},
         "cluster": {"devices_per_node": 4},
         "schedule": {"policy": "lpt"},

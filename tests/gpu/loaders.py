@@ -27,7 +27,8 @@ def beside_training(setting: Setting) -> Figures:
     folder = setting.folder / "loaders"
     folder.mkdir(exist_ok=True)
     manifest = _write_samples(folder, is_tiny=setting.is_tiny)
-    made, config = prepare(folder, [manifest], "llava_onevision", "tiny" if setting.is_tiny else "llava_ov_7b")
+    preset = "tiny" if setting.is_tiny else "llava_ov_7b"
+    made, config = prepare(folder, [manifest], "llava_onevision", preset, max_llm_tokens=16_384)
     measured = measure_loading(load_config(config), made / "shapes.duckdb")
     samples, _ = load_samples(made / "shapes.duckdb", load_model_spec(load_config(config).model).encoders)
     is_clip = np.array(["clip" in name for name in samples.sample_id])
