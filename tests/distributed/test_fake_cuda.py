@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import Recorder, build_hooks, load_hooks
+from layout_plans import PLANS
 from processes import spawn
-from test_layouts import PLANS
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 from whole_model import build_whole_model

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from layout_plans import PLANS
+from layouts import check
 from processes import spawn
-from test_layouts import PLANS, _check, prepare  # noqa: F401  (`prepare` is a fixture)
+from test_layouts import prepare  # noqa: F401  (a fixture)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -98,7 +100,7 @@ def _run_late(rank: int, folder: Path) -> None:
                 late = Late()
                 dist.batch_isend_irecv = late.exchange
                 with late:
-                    _check(folder, name, variant, plan)
+                    check(folder, name, variant, plan)
                 dist.batch_isend_irecv = late.begin
 
 

@@ -131,6 +131,13 @@ CHECKS = (
         limits={"processes a rank": at_most(8, of_card=True)},
     ),
     Check(
+        name="two_ranks",
+        shows="two ranks of one card have the gradients of the whole model: disjoint, pipelined, colocated, tp, FSDP2",
+        run="two_ranks:in_layouts",
+        seconds=180,
+        limits={"differs": at_most(0)},
+    ),
+    Check(
         name="faults",
         shows="without a compiler or memory, and with a hundred lengths, work goes on and says so",
         run="faults:survived",
