@@ -16,6 +16,7 @@ from jinja2.exceptions import TemplateError
 from dflop.base import UserError
 from dflop.shapes.records import RecordError, Turn, is_text
 from dflop.shapes.template_language import MARKS, has_generation_blocks, make_environment
+from dflop.shapes.template_limits import STEPS, Steps, TooManySteps
 
 __all__ = ["ChatTemplate", "Rendered"]
 
@@ -25,7 +26,17 @@ Rendered = tuple[str, list[tuple[int, int]]]
 # Characters that no text should hold. Two of them that a conversation does not hold can mark places in it.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 # What a template's code may raise.
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+_MAX_CHARACTERS = 1 << 20
 _WAY_OUT = "copy it again from where the checkpoint is from, or mend it"
 # The roles of the conversations that a template is tried with: some refuse a system turn, others a lone user turn.
 _TRIED_ROLES = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
@@ -43,6 +54,10 @@ class _Message(NamedTuple):
     kind: str = ""
     num_media: int = 0
     has_text: bool = True
+
+
+class _Endless(RecordError):
+    """A conversation for which the template takes too many steps."""
 
 
 class ChatTemplate:
@@ -67,6 +82,8 @@ class ChatTemplate:
         """
         environment = make_environment()
         where = f"the chat template of {file}" if file else "the chat template"
+        if len(source) > _MAX_CHARACTERS:
+            raise UserError(f"{where} has {len(source):,} characters; {_WAY_OUT}")
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(tree)
@@ -74,11 +91,14 @@ class ChatTemplate:
             raise UserError(f"{where} is not valid Jinja: {error}; {_WAY_OUT}") from None
         self._has_blocks = has_generation_blocks(tree)
         self._given: dict[str, Any] = {**(named_tokens or {}), "tools": None, "documents": None}
-        if why := self._why_useless():
-            raise UserError(f"{where} {why}; {_WAY_OUT}")
-        self._wants_parts = self._template_wants_parts()
-        self._media_first = self._find_media_first(placeholders or {})
-        self._ending = self._find_ending(special_tokens) if self._has_blocks else ""
+        try:
+            if why := self._why_useless():
+                raise UserError(f"{where} {why}; {_WAY_OUT}")
+            self._wants_parts = self._template_wants_parts()
+            self._media_first = self._find_media_first(placeholders or {})
+            self._ending = self._find_ending(special_tokens) if self._has_blocks else ""
+        except _Endless as error:
+            raise UserError(f"{where} does not end: {error}; {_WAY_OUT}") from None
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
         """The whole text and the character spans `[start, end)` that are learned: each answer with its end-of-turn
@@ -143,6 +163,8 @@ class ChatTemplate:
     def _run_or_none(self, messages: Sequence[_Message], *, prompt: bool = False) -> str | None:
         try:
             return self._run(messages, prompt=prompt)
+        except _Endless:
+            raise
         except RecordError:
             return None
 
@@ -151,11 +173,14 @@ class ChatTemplate:
         given = self._given | {
             "messages": [self._as_given(message) for message in messages],
             "add_generation_prompt": prompt,
+            STEPS: Steps(sum(len(message.text) for message in messages)),
         }
         if marks:
             given[MARKS] = marks
         try:
             return self._template.render(given)
+        except TooManySteps as error:
+            raise _Endless("bad_record", f"the tokenizer's chat template takes too long for it: {error}") from None
         except _REFUSALS as error:
             raise RecordError(
                 "bad_record", f"the tokenizer's chat template refuses it: {error}{_hint(error)}"
@@ -230,6 +255,8 @@ class ChatTemplate:
             asked = [_Message(role, "probe") for _ in range(num) for role in ("user", "assistant")]
             try:
                 found = self._blocks(asked)
+            except _Endless:
+                raise
             except RecordError:
                 continue
             if found and found[1]:

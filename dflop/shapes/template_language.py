@@ -14,7 +14,8 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dflop.shapes.template_limits import LimitedEnvironment, counted
 
 __all__ = ["MARKS", "has_generation_blocks", "make_environment"]
 
@@ -27,12 +28,10 @@ MARKS = "0marks"
 _TODAY = datetime(2024, 7, 26)
 
 
-def make_environment() -> ImmutableSandboxedEnvironment:
+def make_environment() -> LimitedEnvironment:
     """The Jinja environment in which templates are compiled."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
+    environment.filters["tojson"] = counted("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _TODAY.strftime
     return environment
@@ -70,6 +69,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if len(str(separators)) > 40 or (indent is not None and len(str(indent)) > 2):
+        raise TemplateError("tojson with an indent or separators of hundreds of characters")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

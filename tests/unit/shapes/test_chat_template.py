@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dflop.base import UserError
+from dflop.shapes import template_limits
 from dflop.shapes.chat_template import ChatTemplate
 from dflop.shapes.records import RecordError, Turn
 from dflop.shapes.template_files import read_template
@@ -137,3 +139,68 @@ def test_a_text_of_all_characters_that_could_mark_blocks_is_refused(templates):
     with pytest.raises(RecordError, match="its text holds nearly all of U\\+FDD0 to U\\+FDEF"):
         templates["blocks around turns"].render(turns)
     assert templates["bundled"].render(turns)[1]
+
+
+AS_USUAL = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+ROUNDS = "{% for i in range(40) %}"
+ENDLESS = {
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "rounds that are skipped": "{% for i in range(99999) %}{% for j in range(99999) if 0 %}{% endfor %}{% endfor %}",
+    "a text many times": "{{ 'a' * 10 ** 10 }}",
+    "a list many times": "{{ [messages] * 10 ** 9 }}",
+    "a number without end": "{{ 9 ** 9 ** 9 }}",
+    "a text doubled": "{% set n = namespace(x='a') %}" + ROUNDS + "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "a text added": "{% set n = namespace(x='a') %}" + ROUNDS + "{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "a list in lists": "{% set n = namespace(x=[1]) %}" + ROUNDS + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "a block in itself": "{% set n = namespace(x='a') %}"
+    + ROUNDS
+    + "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "padding": "{{ 'a' | center(8000000000) }}",
+    "padding by a method": "{{ 'a'.ljust(8000000000) }}",
+    "tabs": "{{ ('\t' * 100000).expandtabs(100000) }}",
+    "indents": "{{ ('\n' * 100000) | indent(100000) }}",
+    "replacements": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+    "a filter's replacements": "{{ ('a' * 100000) | replace('a', 'b' * 100000) }}",
+    "joints": "{{ ('a' * 1000000) | join('b' * 100000) }}",
+    "a method's joints": "{{ ('b' * 100000).join(['a'] * 100000) }}",
+    "fields": "{{ ('{0}' * 30000).format('a' * 100000) }}",
+    "a row of a table": "{{ [1] | batch(1000000000, 'x') | list }}",
+    "digits": "{{ 2.5 | round(1000000000, 'ceil') }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_is_refused_at_once(name):
+    with pytest.raises(UserError, match=r"does not end: .* takes more than 1,000,000 steps"):
+        ChatTemplate(ENDLESS[name] + AS_USUAL)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["'%5000000000d' % 1", "'%*d' % (5000000000, 1)", "'{:5000000000}'.format(1)", "'{:{}}'.format(1, 5000000000)"],
+)
+def test_a_template_that_pads_beyond_reason_refuses_its_conversations(code):
+    template = ChatTemplate("{{ " + code + " }}" + AS_USUAL)
+    with pytest.raises(RecordError, match="a width of thousands in"):
+        template.render([Turn("user", "a"), Turn("assistant", "b")])
+
+
+def test_a_conversation_for_which_the_template_does_not_end_is_refused_and_others_are_not():
+    endless = "{% if 'x' in messages[0].content %}" + ENDLESS["loops in loops"] + "{% endif %}"
+    template = ChatTemplate(endless + AS_USUAL)
+    with pytest.raises(RecordError, match="takes too long for it"):
+        template.render([Turn("user", "x"), Turn("assistant", "b")])
+    assert template.render([Turn("user", "a"), Turn("assistant", "b")])[0] == "user: a\nassistant: b\n"
+
+
+def test_a_long_conversation_takes_far_fewer_steps_than_there_are(templates, monkeypatch):
+    monkeypatch.setattr(template_limits, "_MOST_STEPS", 100_000)
+    turns = [Turn(role, "word " * 200) for _ in range(250) for role in ("user", "assistant")]
+    for name in ("bundled", "qwen3 thinking", "llama3", "mistral"):
+        templates[name]._run(templates[name]._messages(turns))
+
+
+def test_texts_may_be_formatted():
+    code = "{{ '%s, %02d, {}' % ('2024', 3) }} {{ 'of 2024: {} {{}}'.format(messages | length) }} "
+    text, _ = ChatTemplate(code + AS_USUAL).render([Turn("user", "a"), Turn("assistant", "b")])
+    assert text.startswith("2024, 03, {} of 2024: 2 {} user: a")
