@@ -475,6 +475,14 @@ def test_a_file_that_is_no_database_of_ours_is_refused(tmp_path):
     assert "\n" not in message
 
 
+def test_a_view_that_reads_another_file_is_refused(merge, tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    path = merge(("train", 0, [good(0, "a")]))
+    with duckdb.connect(str(path)) as connection:
+        connection.execute(f"CREATE OR REPLACE VIEW reject_summary AS FROM read_text('{tmp_path}/secret.txt')")
+    assert "table `reject_summary` cannot be read" in refusal(path, "reject_summary")
+
+
 def test_a_database_without_the_table_says_so(merge):
     assert "Table with name time_model does not exist" in refusal(merge(("train", 0, [good(0, "a")])), "time_model")
 
