@@ -5,15 +5,30 @@ keeps its traceback.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
-__all__ = ["ToBeContinued", "UserError", "way_out_of"]
+__all__ = ["ToBeContinued", "UserError", "printable", "way_out_of"]
+
+# Control characters, signs that turn the direction of writing, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text from the data with escapes for what could steer a terminal, e.g. `\\x1b` for the sign that ESC sends."""
+    return _UNPRINTABLE.sub(lambda sign: sign[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: the message names the thing, its value and the way out."""
+    """A mistake the user can mend: the message names the thing, its value and the way out.
+
+    Messages often hold names and texts of the data, and are printed: what could steer a terminal is escaped.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(map(printable, message.split("\n"))))
 
 
 class ToBeContinued(UserError):

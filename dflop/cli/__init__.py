@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from dflop.base import UserError
+from dflop.base import UserError, printable
 from dflop.cli.checking import check_model_command, check_plan_command
 from dflop.cli.comparison import compare_command
 from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
@@ -74,7 +74,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        click.echo(f"dflop: {where}{error.strerror or error}", err=True)
+        click.echo(printable(f"dflop: {where}{error.strerror or error}"), err=True)
         sys.exit(2)
     except click.ClickException as error:
         error.show()

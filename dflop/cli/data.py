@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflop.base import UserError, progress_bar
+from dflop.base import UserError, printable, progress_bar
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of
 
 __all__ = [
@@ -242,7 +242,7 @@ def _shape_lines(shapes, rejects) -> list[str]:
         for row in table
     ]
     for source, reason, count, examples in rejects.rows():
-        lines.append(f"{source}: {count:,} rejected as {reason}, e.g. {examples[0]}")
+        lines.append(f"{source}: {count:,} rejected as {reason}, e.g. {printable(examples[0][:500])}")
     return lines
 
 

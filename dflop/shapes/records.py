@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from dflop.base import printable
+
 __all__ = [
     "MEDIA_KINDS",
     "Embedded",
@@ -35,6 +37,7 @@ __all__ = [
 MEDIA_KINDS = ("image", "video", "audio")
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_MAX_DETAIL = 1000
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
@@ -44,9 +47,9 @@ class RecordError(Exception):
     """Why one record cannot be used: `reason` is one of `store.REJECT_REASONS`, `detail` a sentence for the user."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
         self.reason = reason
-        self.detail = detail
+        self.detail = printable(detail[:_MAX_DETAIL])
+        super().__init__(self.detail)
 
 
 class ImageSize(NamedTuple):
@@ -138,9 +141,9 @@ def media_paths(raw: Any) -> list[str]:
 
 
 def record_id(raw: Any) -> str | None:
-    """The id that a raw record gives itself, or None. Unpaired surrogates, which JSON may hold, become escapes."""
+    """The id that a raw record gives itself, or None. Unprintable characters become escapes."""
     given = raw.get("id") if isinstance(raw, dict) else None
-    return None if given in (None, "") else str(given).encode("utf-8", "backslashreplace").decode()
+    return None if given in (None, "") else printable(str(given))
 
 
 def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:

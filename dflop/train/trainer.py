@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from dflop.base import UserError
+from dflop.base import UserError, printable
 from dflop.base.local_device import device_name
 from dflop.config import Config
 from dflop.models.attention import kernel_name
@@ -298,7 +298,7 @@ class Trainer:
                 torch.cuda.current_stream(self.topology.device).synchronize()
         for work in works:
             for line in work.unreadable:
-                print(f"dflop: not as it was profiled: {line}", flush=True)
+                print(f"dflop: not as it was profiled: {printable(line)}", flush=True)
             work.unreadable.clear()
         return totals, known, step_s
 

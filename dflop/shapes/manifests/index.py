@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflop.base import UserError, progress_bar, written_whole
+from dflop.base import UserError, printable, progress_bar, written_whole
 from dflop.base.artifacts import cache_folder
 from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, RecordSpan, UnreadableFile
 from dflop.shapes.manifests.formats import open_reader
@@ -140,5 +140,11 @@ def _members(path: Path) -> Iterator[Path]:
 def _progress(path: Path, size: int) -> "tqdm":
     """A progress bar, shown only if indexing takes more than two seconds."""
     return progress_bar(
-        total=size, desc=f"indexing {path.name}", unit="", unit_scale=True, delay=2, leave=False, file=sys.stderr
+        total=size,
+        desc=f"indexing {printable(path.name)}",
+        unit="",
+        unit_scale=True,
+        delay=2,
+        leave=False,
+        file=sys.stderr,
     )

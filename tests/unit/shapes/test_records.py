@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dflop.base import UserError
 from dflop.shapes.records import (
     MEDIA_KINDS,
     EmbeddedBytes,
@@ -365,3 +366,20 @@ def test_no_path_leads_anywhere_but_into_the_root(tmp_path_factory, path):
     with contextlib.suppress(RecordError):
         found = resolved(root, path)
     assert os.path.samefile(found, root / "a")
+
+
+TO_THE_TERMINAL = "\x1b]52;c;cm0=\x07 \x1b[2J\rok \x9b31m \u202e"
+
+
+def test_what_could_steer_a_terminal_is_escaped_wherever_it_comes_from(profile_records, tmp_path):
+    speaker = {"conversations": [{"from": TO_THE_TERMINAL, "value": "?"}]}
+    missing = conversation("<image>", image=f"{TO_THE_TERMINAL}.jpg")
+    frame = profile_records([{"id": TO_THE_TERMINAL, **record} for record in (speaker, missing)], tmp_path)
+    for text in (*frame["sample_id"], *frame["detail"], str(UserError(f"{TO_THE_TERMINAL}\n{TO_THE_TERMINAL}"))):
+        assert "x1b]52;c;cm0=" in text
+        assert text.replace("\n", "").isprintable()
+    assert str(UserError("two\nlines, é雪👍")) == "two\nlines, é雪👍"
+
+
+def test_a_detail_is_no_longer_than_a_console_bears():
+    assert len(RecordError("bad_record", "x" * 1_000_000).detail) == 1000
