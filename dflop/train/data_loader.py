@@ -17,7 +17,7 @@ from dflop.train.feed import JobStream
 from dflop.train.lost_loaders import end_if_not_handed_over
 from dflop.train.rank_model import NodeModel, RankModel
 
-__all__ = ["load_again_and_again", "make_loader", "start_loading"]
+__all__ = ["load_again_and_again", "load_ahead", "make_loader", "start_loading"]
 
 # Microbatches that a rank's loader processes hold ready: together so many, and each of many processes these.
 _PREFETCH, _OF_EACH = 8, 2
@@ -28,14 +28,35 @@ def start_loading(config: Config, plan: Plan, model: RankModel, stream: JobStrea
     loader processes takes seconds."""
     if not stream.num_forwards:
         return iter(())
-    batches = iter(_data_loader(_dataset(config, plan, model), stream, config))
+    batches = iter(load_ahead(_dataset(config, plan, model), stream, config))
     first = next(batches, None)
     return iter(()) if first is None else itertools.chain([first], batches)
 
 
 def load_again_and_again(config: Config, plan: Plan, model: RankModel, stream: JobStream) -> Iterable:
     """The loaded inputs of the stream's jobs, each time that the result is iterated over. Its processes stay alive."""
-    return _data_loader(_dataset(config, plan, model), stream, config, stays=True) if stream.num_forwards else ()
+    return load_ahead(_dataset(config, plan, model), stream, config, stays=True) if stream.num_forwards else ()
+
+
+def load_ahead(dataset: Dataset, stream: JobStream, config: Config, *, stays: bool = False) -> DataLoader:
+    """A DataLoader that does not read further ahead than the scheduler works. Otherwise they would wait for each other:
+    the loader for a schedule, and the scheduler for the first step to begin."""
+    most_ahead = max(1, config.schedule.lookahead_steps * stream.num_forwards)
+    wanted = config.train.loader_workers  # of this rank: `planned_loaders`; None only in comparisons
+    num_workers = min(1 if wanted is None else wanted, most_ahead)
+    ahead = min(max(_PREFETCH, _OF_EACH * num_workers), most_ahead)
+    return DataLoader(
+        dataset,
+        sampler=stream,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
+        prefetch_factor=ahead // num_workers if num_workers else None,
+        pin_memory=config.cluster.device == "cuda",
+        persistent_workers=stays and num_workers > 0,
+        worker_init_fn=partial(_begin_worker, 19 if config.cluster.device == "cpu" else 0),
+    )
 
 
 def make_loader(
@@ -71,27 +92,6 @@ class _RankDataset(Dataset):
     def __getitem__(self, item: tuple[Node, MicrobatchJob]) -> object:
         node, job = item
         return self.loaders[node][job]
-
-
-def _data_loader(dataset: Dataset, stream: JobStream, config: Config, *, stays: bool = False) -> DataLoader:
-    """A DataLoader that does not read further ahead than the scheduler works. Otherwise they would wait for each other:
-    the loader for a schedule, and the scheduler for the first step to begin."""
-    most_ahead = max(1, config.schedule.lookahead_steps * stream.num_forwards)
-    wanted = config.train.loader_workers  # of this rank: `planned_loaders`; None only in comparisons
-    num_workers = min(1 if wanted is None else wanted, most_ahead)
-    ahead = min(max(_PREFETCH, _OF_EACH * num_workers), most_ahead)
-    return DataLoader(
-        dataset,
-        sampler=stream,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
-        prefetch_factor=ahead // num_workers if num_workers else None,
-        pin_memory=config.cluster.device == "cuda",
-        persistent_workers=stays and num_workers > 0,
-        worker_init_fn=partial(_begin_worker, 19 if config.cluster.device == "cpu" else 0),
-    )
 
 
 def _begin_worker(niceness: int, _: int) -> None:

@@ -1,7 +1,6 @@
 """Plain training loops as users write them: torch's DDP or FSDP2 around the same stages, with the same loaders and
 AdamW."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from dflop.base.torch_versions import reduce_unused, with_unused
 from dflop.checks.side_by_side.sides import Side
@@ -31,7 +30,7 @@ from dflop.shapes import SampleShapes, list_sources
 from dflop.shapes.reader import MediumSize
 from dflop.step import make_program
 from dflop.train.adamw import has_weight_decay, parameter_groups
-from dflop.train.data_loader import make_loader
+from dflop.train.data_loader import load_ahead, make_loader
 from dflop.train.rank_model import RankModel, build_rank_model
 
 __all__ = ["plain_side"]
@@ -69,7 +68,7 @@ def plain_side(
     jobs = _Jobs(schedules, num_microbatches)
     records = TrainingRecords(list_sources(config.data), config.seed)
     dataset = _MediaAndText(*(make_loader(config, model, plan, node, records) for node in model.nodes), padded)
-    loader = iter(_data_loader(dataset, jobs, config)) if on_the_fly else map(dataset.__getitem__, jobs)
+    loader = iter(load_ahead(dataset, jobs, config))
     dtype = COMPUTES_IN[config.train.precision]
 
     def load(step: int) -> Iterator:
@@ -156,16 +155,16 @@ def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:
 
 @dataclass
 class _Jobs:
-    """The jobs of this rank's microbatches, step after step."""
+    """The jobs of this rank's microbatches, step after step, in the place of training's `JobStream`."""
 
     schedules: Sequence[StepSchedule]
-    num_microbatches: int
+    num_forwards: int
 
     def __iter__(self) -> Iterator[MicrobatchJob]:
         for step, schedule in enumerate(self.schedules):
             batch = schedule.shapes
             share = np.array(list(DistributedSampler(range(len(batch)), shuffle=True, seed=step)))
-            for part in np.array_split(share, self.num_microbatches):
+            for part in np.array_split(share, self.num_forwards):
                 yield _job_of(batch.take(part))
 
 
@@ -216,25 +215,3 @@ def _padded(text: TextBatch) -> TextBatch:
         feature_positions=tuple(place[positions] for positions in text.feature_positions),
         target_positions=place[text.target_positions],
     )
-
-
-def _data_loader(dataset: Dataset, jobs: _Jobs, config: Config) -> DataLoader:
-    """As in training: processes with low priority that read ahead, one a rank unless the config asks for more."""
-    return DataLoader(
-        dataset,
-        sampler=jobs,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=max(1, config.train.loader_workers or 1),
-        multiprocessing_context="spawn",
-        prefetch_factor=8,
-        worker_init_fn=_give_way,
-    )
-
-
-def _give_way(_: int) -> None:
-    os.nice(19)
-
-
-def _as_it_is(batch: object) -> object:
-    return batch

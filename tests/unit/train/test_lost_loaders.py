@@ -6,7 +6,7 @@ import pytest
 
 from dflop.base import UserError
 from dflop.config import load_config
-from dflop.train.data_loader import _data_loader
+from dflop.train.data_loader import load_ahead
 from dflop.train.lost_loaders import in_one_line, why_loading_ended
 
 
@@ -35,7 +35,7 @@ class Jobs(list):
 
 def test_what_ends_a_loader_ends_its_rank_in_one_line():
     """The rank must not wait for a microbatch that could not be handed over."""
-    batches = iter(_data_loader(Dataset(), Jobs([Changed, Refused]), load_config({"train": {"loader_workers": 1}})))
+    batches = iter(load_ahead(Dataset(), Jobs([Changed, Refused]), load_config({"train": {"loader_workers": 1}})))
     with pytest.raises(UserError, match="Traceback") as raised:
         next(batches)
     assert in_one_line(raised.value) == "record 3 has changed"
