@@ -90,7 +90,9 @@ class StageCosts:
         for grid in plan.grids:
             num_layers = spec.module(grid.module).num_layers
             layers = [len(part) for part in plan.layers_of(grid.module, num_layers)]
-            kinds = stage_kinds(grid.module, grid.layout, layers, plan.recomputed_of(grid.module, num_layers))
+            # A module without backward recomputes nothing, also where a plan recomputes all layers.
+            recomputed = plan.recomputed_of(grid.module, num_layers) if self.has_backward(grid.module) else ()
+            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed)
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
         # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.

@@ -104,7 +104,8 @@ class DealtMedia:
     ) -> np.ndarray:
         """Seconds that the rank with the least work computes of this encoder, [num_batches]."""
         layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
-        recomputed = [int(encoders_again * count) for count in layers]
+        share = encoders_again if self._trained.has_backward(encoder.name) else 0.0
+        recomputed = [int(share * count) for count in layers]
         kinds = stage_kinds(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed)
         least_s = np.full(len(loads.num_items), np.inf)
         for forward_s, backward_s in self._costs.stage_times(kinds, loads):

@@ -144,7 +144,8 @@ class LeastMemory:
         for encoder, own, most in zip(self._spec.encoders, items, self._most_items, strict=True):
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
-            recomputed = layers if recomputes else (0,) * len(layers)
+            is_again = recomputes and self._trained.has_backward(encoder.name)
+            recomputed = layers if is_again else (0,) * len(layers)
             stages = self._stages(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed, gathers)
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
             parameters = self._resident(encoder.name, stages[0], dp, shards)
