@@ -10,8 +10,8 @@ from dflop.costs.link_model import Link, LinkModel, fit_links, measured_communic
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
-from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, stage_kinds
-from dflop.costs.stage_memory import Resident, StageMemory, resident_bytes, resident_parts
+from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, stage_kinds
+from dflop.costs.stage_memory import Resident, StageMemory, resident_parts
 from dflop.models.loads import Loads
 
 # The warning about microbatches that `CostModel.is_extrapolated` marks; their number stands before it.
@@ -36,6 +36,7 @@ __all__ = [
     "ShardedPass",
     "StageKind",
     "StageMemory",
+    "as_tabled",
     "fit_costs",
     "fit_links",
     "hidden_sync_shares",
@@ -43,7 +44,6 @@ __all__ = [
     "read_links",
     "read_measured",
     "require_parquet",
-    "resident_bytes",
     "resident_parts",
     "sharded_passes",
     "stage_kinds",

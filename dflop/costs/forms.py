@@ -86,11 +86,11 @@ def forms_at(forms, places, loads):
 def totals_at(forward, backward, counts, loads):
     """Sums of functions, [2 (forward, backward), num_kinds, num_microbatches], for loads [4, num_microbatches].
 
-    Each function is taken `counts` [num_kinds, num_forms] times. A microbatch without items and tokens has sums of 0.
+    Each is taken `counts` [2, num_kinds, num_forms] times. A microbatch without items and tokens has sums of 0.
     """
-    num_kinds, num_forms = counts.shape
+    _, num_kinds, num_forms = counts.shape
     totals, each = np.zeros((2, num_kinds, loads.shape[1])), np.zeros((2, num_forms))
-    is_used = np.array([counts[:, form].any() for form in range(num_forms)])
+    is_used = np.array([counts[0, :, form].any() for form in range(num_forms)])
     for microbatch in range(loads.shape[1]):
         if loads[0, microbatch] == 0 and loads[1, microbatch] == 0:
             continue
@@ -100,8 +100,8 @@ def totals_at(forward, backward, counts, loads):
                 each[1, form] = form_at(backward, form, loads[:, microbatch])
         for kind in range(num_kinds):
             for form in range(num_forms):
-                totals[0, kind, microbatch] += counts[kind, form] * each[0, form]
-                totals[1, kind, microbatch] += counts[kind, form] * each[1, form]
+                totals[0, kind, microbatch] += counts[0, kind, form] * each[0, form]
+                totals[1, kind, microbatch] += counts[1, kind, form] * each[1, form]
     return totals
 
 

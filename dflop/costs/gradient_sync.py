@@ -42,6 +42,8 @@ def hidden_sync_shares(
     layer and of the embedding before it. A layer's parameters come back while the layers before it compute. Those of
     the first layer and those outside of layers come before that, and are waited for.
     """
+    if not kind.trained.layers_have_backward(kind.module):  # nothing is computed behind the projector's gradients
+        return HiddenShares(0.0 * num_shards, 0.0 * num_shards)
     layer, first = (costs.parameter_bytes[kind.module, kind.layout, part] for part in ("layer", "first"))
     whole = costs.stage_parameter_bytes(kind)
     there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)

@@ -55,20 +55,19 @@ class CostModel(FittedCosts):
     def time_forms(self, kind: StageKind) -> tuple[Coefficients, Coefficients]:
         """Forward and backward seconds as functions of a microbatch's loads, for kernels and linear programs."""
         forward, backward = self.part_forms(kind.module, kind.layout)
-        return kind.total(forward), kind.total(backward)
+        return kind.total(forward), kind.total(backward, kind.parts_with_backward)
 
-    def additive_loads_s(
-        self, kind: StageKind, loads: Loads, *, has_backward: bool = True, least: bool = False
-    ) -> np.ndarray:
+    def additive_loads_s(self, kind: StageKind, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Forward plus backward seconds that each sample adds to a microbatch, without the microbatch's constants.
 
         With `least`, a lower bound of these seconds that holds for any other samples in the microbatch.
         """
-        passes = self.part_forms(kind.module, kind.layout)[: 1 + has_backward]
+        forward, backward = self.part_forms(kind.module, kind.layout)
+        goes_back = dict(kind.parts_with_backward)
         # Keep this order of the sum: another order rounds differently, and so breaks ties between samples differently.
         total = np.zeros(np.shape(loads.num_items))
         for part, times in kind.parts:
-            for forms in passes:
+            for forms in (forward, backward) if part in goes_back else (forward,):
                 total += times * forms[part].without_const(least=least)(loads)
         return total
 
@@ -84,43 +83,39 @@ class CostModel(FittedCosts):
         return self._parts[module, layout]
 
     def stage_memory(
-        self,
-        kind: StageKind,
-        loads: Loads,
-        working_bytes: Mapping[str, float] = NO_WORKING_BYTES,
-        *,
-        has_backward: bool = True,
+        self, kind: StageKind, loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
     ) -> StageMemory:
         """Bytes of each microbatch; each part needs its `working_bytes` on top while it computes."""
-        return self.stage_memories([kind], loads, working_bytes, has_backward=has_backward)[0]
+        return self.stage_memories([kind], loads, working_bytes)[0]
 
     def stage_memories(
-        self,
-        kinds: Sequence[StageKind],
-        loads: Loads,
-        working_bytes: Mapping[str, float] = NO_WORKING_BYTES,
-        *,
-        has_backward: bool = True,
+        self, kinds: Sequence[StageKind], loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
     ) -> list[StageMemory]:
         """`stage_memory` of several kinds of one module's stages in one layout; shared parts are computed once."""
         at, forms = np.array(loads, dtype=float), self._packed_memory(*_about(kinds), working_bytes)
-        of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1), has_backward=has_backward)
+        of_kinds = memories_of_kinds(kinds, *forms, at.reshape(len(at), -1))
         kept, passing = (own.reshape(len(kinds), *at.shape[1:]) for own in of_kinds)
         return list(map(StageMemory, kept, passing))
 
     def stage_memory_forms(
-        self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES, *, has_backward: bool = True
+        self, kind: StageKind, working_bytes: Mapping[str, float] = NO_WORKING_BYTES
     ) -> tuple[Coefficients, list[Coefficients]]:
         """`stage_memory` as functions of a microbatch's loads: one for the activations, and several for the transient,
         which is the largest of their values and 0."""
-        forms = self._memory_of_parts(kind.module, kind.layout, working_bytes)
-        return memory_of_parts(kind, *forms, has_backward=has_backward)
+        return memory_of_parts(kind, *self._memory_of_parts(kind.module, kind.layout, working_bytes))
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
+        return self._parameter_bytes(kind, kind.parts)
+
+    def trained_parameter_bytes(self, kind: StageKind) -> float:
+        """Those of `stage_parameter_bytes` that have gradients."""
+        return self._parameter_bytes(kind, kind.trained_parts)
+
+    def _parameter_bytes(self, kind: StageKind, parts: Sequence[tuple[str, int]]) -> float:
         self.require(kind.module, kind.layout)
         sizes = {part: self.parameter_bytes[kind.module, kind.layout, as_tabled(part)[0]] for part, _ in kind.parts}
-        return kind.total(sizes)
+        return kind.total(sizes, parts)
 
     def _packed_memory(
         self, module: str, layout: LayoutKey, working_bytes: Mapping[str, float]

@@ -8,13 +8,15 @@ hidden, and a pass takes the sum of both. The time of such a pass never falls wh
 loads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+from dflop.costs.stage_kind import StageKind
 
 __all__ = ["Moving", "PassTerm", "ShardedPass", "sharded_passes", "working_bytes"]
 
@@ -41,12 +43,12 @@ class Moving(NamedTuple):
         byte_s: Seconds,
         *,
         value_bytes: int,
-        is_frozen: bool,
+        trained_parts: Collection[str],
     ) -> "Moving":
         """The seconds over a link on which a gradient sync takes `latency_s`, and `byte_s` for each byte.
 
         A gather and a sum each take half of a sync. `parameter_bytes` are in fp32. Parameters move as values of
-        `value_bytes`, gradients in fp32 at least; frozen parameters have no gradients.
+        `value_bytes`, gradients in fp32 at least; parameters outside of `trained_parts` have no gradients.
         """
 
         def seconds(num_values: float, size: int) -> float | np.ndarray:
@@ -56,7 +58,10 @@ class Moving(NamedTuple):
         nothing = 0.0 * latency_s
         return cls(
             {part: seconds(count, value_bytes) for part, count in counts.items()},
-            {part: nothing if is_frozen else seconds(count, max(4, value_bytes)) for part, count in counts.items()},
+            {
+                part: seconds(count, max(4, value_bytes)) if part in trained_parts else nothing
+                for part, count in counts.items()
+            },
         )
 
 
@@ -91,18 +96,19 @@ class ShardedPass:
         return np.asarray(total)
 
 
-def sharded_passes(
-    num_layers: int, moving: Moving, *, num_recomputed: int = 0, is_hidden: bool = True
-) -> tuple[ShardedPass, ShardedPass]:
-    """Forward and backward of a module of one stage, whose first `num_recomputed` layers are recomputed in backward.
+def sharded_passes(kind: StageKind, moving: Moving, *, is_hidden: bool = True) -> tuple[ShardedPass, ShardedPass]:
+    """Forward and backward of a module of one stage. Backward ends at the last part that has one.
 
     `is_hidden` is whether devices compute while they communicate. The backward begins with the unit that the forward
     ended with. This unit is taken to be still gathered, since backward is taken to follow shortly after forward.
     """
-    forward, backward = _units(num_layers, num_recomputed)
+    forward, backward = _units(kind.num_layers, kind.num_recomputed)
+    parts = dict(kind.parts_with_backward)
+    if "layer" not in kind.trained.parts_with_backward(kind.module):
+        backward = [_Units(part, (), count) for part, count in parts.items()]
     return (
         _pass(moving, ("gather_s", "first"), forward, is_hidden),
-        _pass(moving, ("reduce_s", "first"), backward, is_hidden),
+        _pass(moving, ("reduce_s", "first" if "first" in parts else "last"), backward, is_hidden),
     )
 
 

@@ -16,13 +16,13 @@ from typing import TypeVar
 import numpy as np
 
 from dflop.plan.layout_key import LayoutKey
+from dflop.plan.trained import EVERYTHING, PARTS, TrainedSet
 
 __all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "counts_of", "stage_kinds"]
 
 T = TypeVar("T")
 
-# The parts by their names in the cost tables. For the two recomputing parts, the tables have a column instead.
-PARTS = ("stage", "layer", "first", "last")
+# `PARTS` are the names in the cost tables. For the two recomputing parts, the tables have a column instead.
 _RECOMPUTING = {"recomputing_stage": "stage", "recomputed_layer": "layer"}
 ALL_PARTS = (*PARTS, *_RECOMPUTING)
 
@@ -31,7 +31,8 @@ ALL_PARTS = (*PARTS, *_RECOMPUTING)
 class StageKind:
     """`num_layers` layers of a module, each divided as `layout` says, with embedding (`is_first`), head (`is_last`).
 
-    The first `num_recomputed` layers keep only their inputs, and recompute their activations in backward.
+    The first `num_recomputed` layers keep only their inputs, and recompute their activations in backward. `trained`
+    says which parts have a backward, and which have gradients of weights.
     """
 
     module: str
@@ -40,12 +41,20 @@ class StageKind:
     is_first: bool
     is_last: bool
     num_recomputed: int = 0
+    trained: TrainedSet = EVERYTHING
 
     @classmethod
-    def whole(cls, module: str, layout: LayoutKey, num_layers: int, *, num_recomputed: int = 0) -> "StageKind":
+    def whole(
+        cls,
+        module: str,
+        layout: LayoutKey,
+        num_layers: int,
+        *,
+        num_recomputed: int = 0,
+        trained: TrainedSet = EVERYTHING,
+    ) -> "StageKind":
         """A module that is one stage."""
-        ends = {"is_first": True, "is_last": True}
-        return cls(module=module, layout=layout, num_layers=num_layers, num_recomputed=num_recomputed, **ends)
+        return stage_kinds(module, layout, [num_layers], [num_recomputed], trained)[0]
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -53,36 +62,41 @@ class StageKind:
         return _parts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """How often the stage has each of `ALL_PARTS`."""
-        return _counts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
+    def parts_with_backward(self) -> tuple[tuple[str, int], ...]:
+        """Those of `parts` in which gradients are computed."""
+        return self._parts_in(self.trained.parts_with_backward(self.module))
 
-    def total(self, of_part: Mapping[str, T]) -> T:
-        """The sum of a quantity over the stage's parts, given for one unit of each part.
+    @property
+    def trained_parts(self) -> tuple[tuple[str, int], ...]:
+        """Those of `parts` whose weights have gradients."""
+        return self._parts_in(self.trained.parts(self.module))
+
+    def _parts_in(self, tabled: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        return self.parts if tabled is PARTS else tuple(own for own in self.parts if as_tabled(own[0])[0] in tabled)
+
+    def total(self, of_part: Mapping[str, T], parts: Sequence[tuple[str, int]] | None = None) -> T:
+        """The sum of a quantity over the stage's parts or some of them, given for one unit of each part.
 
         The quantity is anything that can be added and multiplied by a count: arrays of seconds or bytes at some loads,
         functions of the loads (`Coefficients`), or numbers. Kernels that sum over a stage's parts (`totals_at`,
         `memories_of_kinds`) have the same results.
         """
-        each = (of_part[part] if count == 1 else count * of_part[part] for part, count in self.parts)
-        return reduce(add, each)
+        parts = self.parts if parts is None else parts
+        each = [of_part[part] if count == 1 else count * of_part[part] for part, count in parts]
+        return reduce(add, each) if each else 0.0 * of_part[self.parts[0][0]]
 
 
 @lru_cache(maxsize=4096)
 def counts_of(kinds: tuple[StageKind, ...]) -> np.ndarray:
-    """How often each kind has each of `ALL_PARTS`, [num_kinds, num_parts]."""
-    return np.array([kind.counts for kind in kinds])
-
-
-@lru_cache(maxsize=1024)
-def _counts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[int, ...]:
-    recomputes = int(num_recomputed > 0)
-    return 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed
+    """How often each kind has each of `ALL_PARTS` in forward and in backward, [2, num_kinds, num_parts]."""
+    both = [[dict(kind.parts) for kind in kinds], [dict(kind.parts_with_backward) for kind in kinds]]
+    return np.array([[[counts.get(part, 0) for part in ALL_PARTS] for counts in of_pass] for of_pass in both])
 
 
 @lru_cache(maxsize=1024)
 def _parts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
-    counts = _counts(num_layers, num_recomputed, is_first, is_last)
+    recomputes = int(num_recomputed > 0)
+    counts = 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed
     return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=True) if count)
 
 
@@ -92,12 +106,19 @@ def as_tabled(part: str) -> tuple[str, bool]:
 
 
 def stage_kinds(
-    module: str, layout: LayoutKey, layers: Sequence[int], recomputed: Sequence[int] = ()
+    module: str,
+    layout: LayoutKey,
+    layers: Sequence[int],
+    recomputed: Sequence[int] = (),
+    trained: TrainedSet = EVERYTHING,
 ) -> list[StageKind]:
     """The kinds of a module's stages, in order, from the number of layers in each stage.
 
-    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default.
+    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default and where layers
+    have no backward.
     """
+    if not (recomputed and trained.layers_have_backward(module)):
+        recomputed = (0,) * len(layers)
     last = len(layers) - 1
     return [
         StageKind(
@@ -107,6 +128,7 @@ def stage_kinds(
             is_first=stage == 0,
             is_last=stage == last,
             num_recomputed=num_recomputed,
+            trained=trained,
         )
-        for stage, (count, num_recomputed) in enumerate(zip(layers, recomputed or (0,) * len(layers), strict=True))
+        for stage, (count, num_recomputed) in enumerate(zip(layers, recomputed, strict=True))
     ]

@@ -11,7 +11,7 @@ from dflop.costs.forms import PackedForms, form_at
 from dflop.costs.stage_kind import ALL_PARTS, StageKind, counts_of
 from dflop.models.loads import Coefficients
 
-__all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "resident_bytes", "resident_parts"]
+__all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "resident_parts"]
 
 
 class StageMemory(NamedTuple):
@@ -36,42 +36,33 @@ class Resident(NamedTuple):
 
 
 def resident_parts(
-    parameter_bytes: float | np.ndarray, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1
+    trained_bytes: Bytes, frozen_bytes: Bytes, dp: int, *, value_bytes: int, num_shards: int = 1
 ) -> Resident:
-    """The bytes of a stage with `dp` replicas and `parameter_bytes` of parameters in fp32.
+    """The bytes of a stage with `dp` replicas, and so many bytes of trained and of frozen parameters in fp32.
 
     Parameters are values of `value_bytes`. Where they are trained, gradients and AdamW's two moments are in fp32 at
     least, and parameters in a smaller precision have fp32 masters. Moments and masters are divided among the replicas.
     With `num_shards` above 1, each group of `num_shards` replicas shards the parameters and everything else. Of trained
     parameters only the masters are then held, which serve for computing, too."""
-    count, held_bytes = parameter_bytes / 4, max(4, value_bytes)
-    if is_frozen:
-        return Resident(count * (value_bytes / num_shards), 0.0 * count, 0.0 * count)
+    count, held_bytes = trained_bytes / 4, max(4, value_bytes)
+    frozen = frozen_bytes / 4 * (value_bytes / num_shards)
     if num_shards > 1:
         own = count * (held_bytes / num_shards)
-        return Resident(own, own, 2 * own)
+        return Resident(own + frozen, own, 2 * own)
     masters_bytes = held_bytes if value_bytes < held_bytes else 0
-    return Resident(count * value_bytes, count * held_bytes, count * ((2 * held_bytes + masters_bytes) / dp))
+    return Resident(count * value_bytes + frozen, count * held_bytes, count * ((2 * held_bytes + masters_bytes) / dp))
 
 
-def resident_bytes(parameter_bytes: Bytes, dp: int, *, value_bytes: int, is_frozen: bool, num_shards: int = 1) -> Bytes:
-    """The sum of `resident_parts`."""
-    how = {"value_bytes": value_bytes, "is_frozen": is_frozen, "num_shards": num_shards}
-    return sum(resident_parts(parameter_bytes, dp, **how))
-
-
-def memory_of_parts(
-    kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form], *, has_backward: bool = True
-) -> tuple[Form, list[Form]]:
+def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:
     """What a microbatch keeps on a stage, and what each of the stage's parts needs on top of that while it computes.
 
     `kept` and `passing` give both for one unit of each part: as bytes at some loads, or as functions of the loads.
-    Without a backward the caller counts nothing as kept, so that there is nothing that could be freed.
+    Parts without a backward keep nothing.
     """
     each = {part: passing[part] for part, _ in kind.parts}
-    for (part, other), count in _freed(kind, has_backward).items():
+    for (part, other), count in _freed(kind).items():
         each[part] = each[part] + -float(count) * kept[other]
-    return kind.total(kept), list(each.values())
+    return kind.total(kept, kind.parts_with_backward), list(each.values())
 
 
 def memories_of_kinds(
@@ -79,21 +70,19 @@ def memories_of_kinds(
     kept: PackedForms,
     passing: PackedForms,
     loads: np.ndarray,
-    *,
-    has_backward: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`memory_of_parts` of several kinds: what is kept, and the most that is needed on top, [num_kinds,
     num_microbatches] each.
 
     The functions are those of `ALL_PARTS`; the loads are [4, num_microbatches].
     """
-    return _memories_at(*_counts_of(tuple(kinds), has_backward), kept, passing, loads)
+    return _memories_at(*_counts_of(tuple(kinds)), kept, passing, loads)
 
 
-def _freed(kind: StageKind, has_backward: bool) -> dict[tuple[str, str], int]:
+def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
     """How many units of another part have free activations when backward reaches a part, by (part, other part)."""
-    counts, freed = dict(kind.parts), {}
-    for part in counts if has_backward else ():
+    counts, freed = dict(kind.parts_with_backward), {}
+    for part in counts:
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1
@@ -105,21 +94,21 @@ def _freed(kind: StageKind, has_backward: bool) -> dict[tuple[str, str], int]:
 
 
 @lru_cache(maxsize=4096)
-def _counts_of(kinds: tuple[StageKind, ...], has_backward: bool) -> tuple[np.ndarray, np.ndarray]:
-    """How often each kind has each of `ALL_PARTS`, [num_kinds, num_parts], and `_freed`, [num_kinds, num_parts,
-    num_parts]."""
+def _counts_of(kinds: tuple[StageKind, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """How often each kind has each of `ALL_PARTS` in forward and in backward, [2, num_kinds, num_parts], and `_freed`,
+    [num_kinds, num_parts, num_parts]."""
     freed = np.zeros((len(kinds), len(ALL_PARTS), len(ALL_PARTS)))
     for place, kind in enumerate(kinds):
-        for (part, other), count in _freed(kind, has_backward).items():
+        for (part, other), count in _freed(kind).items():
             freed[place, ALL_PARTS.index(part), ALL_PARTS.index(other)] = count
     return counts_of(kinds), freed
 
 
 @kernel
 def _memories_at(counts, freed, kept_forms, passing_forms, loads):
-    num_kinds, num_parts = counts.shape
+    _, num_kinds, num_parts = counts.shape
     kept, most = np.zeros((num_kinds, loads.shape[1])), np.zeros((num_kinds, loads.shape[1]))
-    is_used = np.array([counts[:, part].any() for part in range(num_parts)])
+    is_used = np.array([counts[0, :, part].any() for part in range(num_parts)])
     own, passing = np.zeros(num_parts), np.zeros(num_parts)
     for microbatch in range(loads.shape[1]):
         for part in range(num_parts):
@@ -128,9 +117,9 @@ def _memories_at(counts, freed, kept_forms, passing_forms, loads):
                 passing[part] = form_at(passing_forms, part, loads[:, microbatch])
         for kind in range(num_kinds):
             for part in range(num_parts):
-                if counts[kind, part] == 0:
+                if counts[0, kind, part] == 0:
                     continue
-                kept[kind, microbatch] += counts[kind, part] * own[part]
+                kept[kind, microbatch] += counts[1, kind, part] * own[part]
                 on_top = passing[part]
                 for other in range(num_parts - 1, -1, -1):  # in the order of `_freed`
                     if freed[kind, part, other] > 0:

@@ -19,6 +19,7 @@ from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
 from dflop.models.spec import ModelSpec
+from dflop.plan.trained import TrainedSet
 
 if TYPE_CHECKING:
     from dflop.models.runtime import FamilyRuntime
@@ -107,15 +108,16 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
 
     Raises:
         UserError: for an unknown family or preset, a `model.path` that is not a checkpoint directory of the family, or
-            a `model.freeze` that names an unknown module or every module.
+            a `model.freeze` that names an unknown module or leaves nothing to train.
     """
     spec = _make_spec(model)
-    names = [module.name for module in spec.modules]
+    modules = [module.name for module in spec.modules]
+    names = [*modules, *(f"{encoder.name}.encoder" for encoder in spec.encoders)]
     frozen = getattr(model, "freeze", ())  # commands that do not depend on this key do not see it
     for number, name in enumerate(frozen):
         if name not in names:
             raise UserError(f"`model.freeze[{number}]` is {name!r}; it must be one of {', '.join(names)}")
-    if set(names) <= set(frozen):
+    if frozen and not any(map(TrainedSet(tuple(frozen)).trains, modules)):
         raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
     return spec
 

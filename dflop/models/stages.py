@@ -7,7 +7,7 @@ Llama's layout; a family's encoders are subclasses of `EncoderStage`.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Self
 
 import torch
@@ -19,6 +19,7 @@ from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
 from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
+from dflop.plan.trained import PARTS
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
 
@@ -61,10 +62,12 @@ class Stage(nn.Module, ABC):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set whether the stage is trained, except for parameters that no pass reads."""
-        super().requires_grad_(requires_grad)
+        return self.train_parts(PARTS if requires_grad else ())
+
+    def train_parts(self, parts: Collection[str]) -> Self:
+        """Have the parameters of these parts trained, but for those that no pass reads, and no others."""
         for name, parameter in self.named_hf_parameters().items():
-            if name in self.unread:
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(name not in self.unread and self.part_of(name) in parts)
         return self
 
     @abstractmethod

@@ -210,13 +210,13 @@ def _peaks(
         for worker in stage.workers(replicas[stage.module]):
             now = held.get(worker, pricer.memory.resident_bytes[worker] + slots[worker]) + own.kept
             fullest = np.maximum(fullest, now + own.passing)
-            if pricer.stage_costs.has_backward(stage.module):
+            if pricer.stage_costs.trained.has_backward(stage):
                 held[worker] = now
         if stage.module != "llm":
             encoders_held = dict(held)
     # The first encoder backward runs while the activations of all encoders are still held.
     for stage, own in of_stages:
-        if stage.module != "llm" and pricer.stage_costs.has_backward(stage.module):
+        if stage.module != "llm" and pricer.stage_costs.trained.has_backward(stage):
             for worker in stage.workers(replicas[stage.module]):
                 fullest = np.maximum(fullest, encoders_held[worker] + own.passing)
     return fullest

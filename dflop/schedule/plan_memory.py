@@ -104,14 +104,13 @@ class PlanMemory:
         """
         of_stages = []
         for grid in self._plan.grids:
-            goes_back = self._stage_costs.has_backward(grid.module)
             of_kind = {}
             memories = self._stage_costs.memories(grid.module, cells[grid.module].loads)
             for memory, token_bytes in zip(memories, self._edge_bytes.held[grid.module].tolist(), strict=True):
                 key = id(memory), token_bytes
                 if key not in of_kind:
                     at_edges = cells[grid.module].edge_tokens * token_bytes
-                    kept = at_edges + (memory.activation_bytes if goes_back else 0.0)
+                    kept = at_edges + memory.activation_bytes
                     of_kind[key] = MicrobatchBytes(kept, memory.transient_bytes, cells[grid.module].edge_tokens)
                 of_stages.append(of_kind[key])
         return of_stages

@@ -248,7 +248,7 @@ class Pricer:
     @cached_property
     def trains(self) -> np.ndarray:
         """Which nodes compute gradients of weights, bool [num_nodes]."""
-        own = [self.stage_costs.trained.trains(stage.module) for stage in self.stages]
+        own = [self.stage_costs.sync_bytes(stage) > 0 for stage in self.stages]
         return np.repeat(own, [stage.dp for stage in self.stages])
 
     @cached_property

@@ -90,9 +90,8 @@ class StageCosts:
         for grid in plan.grids:
             num_layers = spec.module(grid.module).num_layers
             layers = [len(part) for part in plan.layers_of(grid.module, num_layers)]
-            # A module without backward recomputes nothing, also where a plan recomputes all layers.
-            recomputed = plan.recomputed_of(grid.module, num_layers) if self.has_backward(grid.module) else ()
-            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed)
+            recomputed = plan.recomputed_of(grid.module, num_layers)
+            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed, trained)
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
         # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.
@@ -100,13 +99,15 @@ class StageCosts:
         self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
             sizes = {part: costs.parameter_bytes[module, plan.grid(module).layout, part] for part in PARTS}
-            how = {"value_bytes": value_bytes, "is_frozen": not self.trained.trains(module)}
-            moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
-            (kind,) = self._kinds[module]
-            self._sharded[module] = sharded_passes(
-                kind.num_layers, moving, num_recomputed=kind.num_recomputed, is_hidden=is_hidden
+            trained_parts = trained.parts(module)
+            moving = Moving.over(
+                sizes, link.latency_s, 1 / link.bytes_per_s, value_bytes=value_bytes, trained_parts=trained_parts
             )
-            self._working_bytes[module] = working_bytes(module, sizes, **how)
+            (kind,) = self._kinds[module]
+            self._sharded[module] = sharded_passes(kind, moving, is_hidden=is_hidden)
+            self._working_bytes[module] = working_bytes(
+                module, sizes, value_bytes=value_bytes, is_frozen=not trained_parts
+            )
         self._hidden_shares: dict[StageKind, tuple[float, float]] = {}  # by kind of stage
 
     def corrected(self, corrections: Corrections) -> "StageCosts":
@@ -114,10 +115,6 @@ class StageCosts:
         other = copy.copy(self)
         other.corrections = corrections
         return other
-
-    def has_backward(self, module: str) -> bool:
-        """Whether the module has a backward: a frozen encoder has none."""
-        return self.trained.has_backward(module)
 
     def stage_times(self, of_module: dict[str, Loads]) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward seconds, [num_nodes, num_microbatches], for modules' loads [dp, num_microbatches]."""
@@ -128,8 +125,6 @@ class StageCosts:
             if grid.module in self.corrections.factors:
                 factors = self.corrections.at(grid.module, loads)
                 times = [(forward * factors[0], backward * factors[1]) for forward, backward in times]
-            if not self.has_backward(grid.module):
-                times = [(forward, np.zeros_like(backward)) for forward, backward in times]
             forward_s += self._of_stages(grid.module, [forward for forward, _ in times])
             backward_s += self._of_stages(grid.module, [backward for _, backward in times])
         return np.concatenate(forward_s), np.concatenate(backward_s)
@@ -153,7 +148,7 @@ class StageCosts:
         for stage in self.stages:
             forms = self._time_forms(stage)
             forward.append(forms[0])
-            backward.append(forms[1] if self.has_backward(stage.module) else TimeForm(0.0 * forms[1].form, ()))
+            backward.append(forms[1])
         return forward, backward
 
     def _time_forms(self, stage: StageReplicas) -> tuple[TimeForm, TimeForm]:
@@ -173,14 +168,13 @@ class StageCosts:
 
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
         """The memory of microbatches on each of the module's stages; stages of one kind share one object."""
-        how = {"working_bytes": self._working_bytes[module], "has_backward": self.has_backward(module)}
-        memories = self.costs.stage_memories(self._kinds[module], loads, **how)
-        return self._of_stages(module, memories)
+        return self._of_stages(
+            module, self.costs.stage_memories(self._kinds[module], loads, self._working_bytes[module])
+        )
 
     def memory_forms(self, stage: StageReplicas) -> tuple[Coefficients, list[Coefficients]]:
         """`memories` of one stage as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
-        how = {"working_bytes": self._working_bytes[stage.module], "has_backward": self.has_backward(stage.module)}
-        return self.costs.stage_memory_forms(self.kind(stage), **how)
+        return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
 
     def parameter_bytes(self, stage: StageReplicas) -> float:
         """Bytes of a stage's parameters on one rank, in fp32 and before they are sharded among replicas."""
@@ -192,14 +186,18 @@ class StageCosts:
 
     def resident_parts(self, stage: StageReplicas) -> Resident:
         """The parts of `resident_bytes`."""
-        num_shards = self.plan.grid(stage.module).num_shards
-        how = {"value_bytes": self._value_bytes, "is_frozen": not self.trained.trains(stage.module)}
-        return resident_parts(self.parameter_bytes(stage), stage.dp, num_shards=num_shards, **how)
+        kind, num_shards = self.kind(stage), self.plan.grid(stage.module).num_shards
+        trained_bytes = self.costs.trained_parameter_bytes(kind)
+        frozen_bytes = self.costs.stage_parameter_bytes(kind) - trained_bytes
+        return resident_parts(
+            trained_bytes, frozen_bytes, stage.dp, value_bytes=self._value_bytes, num_shards=num_shards
+        )
 
     def sync_bytes(self, stage: StageReplicas) -> float:
         """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""
         num_shards = self.plan.grid(stage.module).num_shards
-        return float(sync_bytes(self.parameter_bytes(stage), value_bytes=self._value_bytes, num_shards=num_shards))
+        trained_bytes = self.costs.trained_parameter_bytes(self.kind(stage))
+        return float(sync_bytes(trained_bytes, value_bytes=self._value_bytes, num_shards=num_shards))
 
     def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:
         """The shares of the stage's gradient sync that may run beside its last backward, and beside its first forward
@@ -217,8 +215,7 @@ class StageCosts:
         With `least` they are a lower bound that holds in any microbatch. The shape bin of the sample's microbatch is
         not known yet: with `least` the smallest possible correction counts, else that of a mean microbatch.
         """
-        how = {"has_backward": self.has_backward(module), "least": least}
-        added = [self.costs.additive_loads_s(kind, loads, **how) for kind in self._kinds[module]]
+        added = [self.costs.additive_loads_s(kind, loads, least=least) for kind in self._kinds[module]]
         per_stage = self._of_stages(module, added)
         # A rank does all of its chunks' work.
         added_s = np.array(per_stage).reshape(-1, self.plan.grid(module).pp, len(per_stage[0])).sum(axis=0)
@@ -231,7 +228,7 @@ class StageCosts:
         grid = self.plan.grid(module)
         mean = Loads(*(np.array([load.sum() / (grid.dp * self.plan.num_microbatches)]) for load in loads))
         times = self._of_stages(module, self._times(module, mean))
-        by_pass_s = np.array(times).sum(axis=(0, 2)) * (1.0, float(self.has_backward(module)))
+        by_pass_s = np.array(times).sum(axis=(0, 2))
         total_s = by_pass_s.sum()
         return float(by_pass_s @ self.corrections.at(module, mean)[:, 0] / total_s) if total_s else 1.0
 

@@ -31,7 +31,7 @@ def step_memory(pricer: Pricer) -> StepMemory:
     kept, passing = [], []
     for stage in pricer.stages:
         own, forms = pricer.stage_costs.memory_forms(stage)
-        kept.append(float(pricer.stage_costs.has_backward(stage.module)) * own)
+        kept.append(own)
         passing.append([(form, 0.0) for form in forms])
     compiled = pricer.compiled
     cells = compiled.num_nodes, compiled.num_microbatches

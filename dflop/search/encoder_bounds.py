@@ -104,12 +104,12 @@ class DealtMedia:
     ) -> np.ndarray:
         """Seconds that the rank with the least work computes of this encoder, [num_batches]."""
         layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
-        share = encoders_again if self._trained.has_backward(encoder.name) else 0.0
-        recomputed = [int(share * count) for count in layers]
-        kinds = stage_kinds(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed)
+        recomputed = [int(encoders_again * count) for count in layers]
+        layout = LayoutKey.of_row(row, f"{encoder.name}_")
+        kinds = stage_kinds(encoder.name, layout, layers, recomputed, self._trained)
         least_s = np.full(len(loads.num_items), np.inf)
         for forward_s, backward_s in self._costs.stage_times(kinds, loads):
-            seconds = forward_s if not self._trained.trains(encoder.name) else forward_s + backward_s
+            seconds = forward_s + backward_s
             if self._all_meet(row, encoder):
                 least_s = np.minimum(least_s, seconds.max(axis=1).sum(axis=1))
             else:
@@ -123,7 +123,8 @@ class DealtMedia:
         Any microbatch may be the first or the last, so the one with the shortest wait counts.
         """
         dp, count = row["llm_dp"], row["num_microbatches"]
-        whole = StageKind.whole(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), encoder.num_layers)
+        layout = LayoutKey.of_row(row, f"{encoder.name}_")
+        whole = StageKind.whole(encoder.name, layout, encoder.num_layers, trained=self._trained)
         passes = self._costs.stage_time(whole, dealt.loads)
         if self._all_meet(row, encoder):
             passes = tuple(np.broadcast_to(own.max(axis=1, keepdims=True), own.shape) for own in passes)
@@ -134,8 +135,6 @@ class DealtMedia:
                 _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
             least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
         before_s, behind_s = least_s
-        if not self._trained.trains(encoder.name):
-            return before_s
         return before_s + np.maximum(behind_s - sync_s, 0.0)
 
 

@@ -80,10 +80,11 @@ class LeastLinks:
         each = [self._least(int(own), layout.num_ranks) for own in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
-        how = {"value_bytes": self.value_bytes, "is_frozen": not self.trained.trains(module)}
-        moving = Moving.over(sizes, latency_s, byte_s, **how)
-        how = {"num_recomputed": num_recomputed, "is_hidden": self._cluster.hides_transfers}
-        return sharded_passes(self._spec.module(module).num_layers, moving, **how)
+        trained_parts = self.trained.parts(module)
+        moving = Moving.over(sizes, latency_s, byte_s, value_bytes=self.value_bytes, trained_parts=trained_parts)
+        num_layers = self._spec.module(module).num_layers
+        whole = StageKind.whole(module, layout, num_layers, num_recomputed=num_recomputed, trained=self.trained)
+        return sharded_passes(whole, moving, is_hidden=self._cluster.hides_transfers)
 
     def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:
         """`sync` for a row of the search space."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop.balance import Policy
 from dflop.base.kernels import kernel
-from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, StageKind, resident_bytes, stage_kinds, working_bytes
+from dflop.costs import NO_WORKING_BYTES, PARTS, CostModel, StageKind, resident_parts, stage_kinds, working_bytes
 from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients, coefficients
@@ -73,7 +73,7 @@ class LeastMemory:
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
         in_flight = _in_flight(row["schedule"], pp, count, row["num_chunks"])
-        return _held(self._resident("llm", resident, row["llm_dp"], row["llm_shards"]), *forms, replicas, in_flight)
+        return _held(self._resident(resident, row["llm_dp"], row["llm_shards"]), *forms, replicas, in_flight)
 
     def least_recomputed(
         self,
@@ -144,11 +144,10 @@ class LeastMemory:
         for encoder, own, most in zip(self._spec.encoders, items, self._most_items, strict=True):
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
-            is_again = recomputes and self._trained.has_backward(encoder.name)
-            recomputed = layers if is_again else (0,) * len(layers)
+            recomputed = layers if recomputes else (0,) * len(layers)
             stages = self._stages(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed, gathers)
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
-            parameters = self._resident(encoder.name, stages[0], dp, shards)
+            parameters = self._resident(stages[0], dp, shards)
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
             each = own * share if self._trained.trains(encoder.name) else np.zeros_like(own)
             if not placement.shares_ranks:
@@ -214,19 +213,21 @@ class LeastMemory:
     def _stage_bytes(
         self, module: str, layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...], gathers: bool
     ) -> tuple[np.ndarray, PackedForms, PackedTerms]:
-        """The bytes of each stage's parameters, [num_stages], and functions (`CostModel.stage_memory_forms`) for the
-        bytes that a microbatch keeps on each stage, and for those that come on top.
+        """The bytes of each stage's trained and frozen parameters, [2, num_stages], and functions
+        (`CostModel.stage_memory_forms`) for the bytes that a microbatch keeps on each stage, and for those that come on
+        top.
 
         Where layers are recomputed, only the bytes on top at the other parts of the stage count.
         """
         parameters, kept, passing = zip(
-            *(self._kinds(kind, gathers) for kind in stage_kinds(module, layout, layers, recomputed)), strict=True
+            *(self._kinds(kind, gathers) for kind in stage_kinds(module, layout, layers, recomputed, self._trained)),
+            strict=True,
         )
-        return np.array(parameters), pack_forms(kept), pack_terms(passing)
+        return np.array(parameters).T, pack_forms(kept), pack_terms(passing)
 
     def _kind_bytes(
         self, kind: StageKind, gathers: bool
-    ) -> tuple[float, Coefficients, list[tuple[Coefficients, float]]]:
+    ) -> tuple[tuple[float, float], Coefficients, list[tuple[Coefficients, float]]]:
         """The bytes of `_stage_bytes` for a stage of this kind."""
         working = NO_WORKING_BYTES
         if gathers:
@@ -240,11 +241,13 @@ class LeastMemory:
             # The input, unless a recomputed layer keeps it anyway, and the output.
             num_held = (kind.is_first or not kind.num_recomputed) + (not kind.is_last)
             own = own + coefficients(num_tokens=num_held * self._token_bytes)
-        return self.costs.stage_parameter_bytes(kind), own, [(form, 0.0) for form in on_top]
+        trained_bytes = self.costs.trained_parameter_bytes(kind)
+        frozen_bytes = self.costs.stage_parameter_bytes(kind) - trained_bytes
+        return (trained_bytes, frozen_bytes), own, [(form, 0.0) for form in on_top]
 
-    def _resident(self, module: str, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
-        how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(module)}
-        return resident_bytes(parameter_bytes, dp, num_shards=shards, **how)
+    def _resident(self, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
+        """Bytes that ranks always hold of each stage, [num_stages], for `parameter_bytes` of `_stage_bytes`."""
+        return sum(resident_parts(*parameter_bytes, dp, value_bytes=self._value_bytes, num_shards=shards))
 
 
 @lru_cache(maxsize=1024)

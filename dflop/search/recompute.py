@@ -114,7 +114,7 @@ class JustEnough:
     def _num_layers(self, plan: Plan, module: str) -> np.ndarray:
         """How many layers of a module each of its pipeline ranks can recompute, [pp]."""
         pp = plan.grid(module).pp
-        if not self._trained.has_backward(module):
+        if not self._trained.layers_have_backward(module):
             return np.zeros(pp, dtype=int)
         layers = plan.layers_of(module, self._spec.module(module).num_layers)
         return np.array([len(part) for part in layers]).reshape(-1, pp).sum(axis=0)

@@ -14,10 +14,11 @@ from functools import lru_cache, partial
 import numpy as np
 import polars as pl
 
-from dflop.costs import PARTS, CostModel, Loads, StageKind, stage_kinds
+from dflop.costs import PARTS, CostModel, Loads, StageKind, as_tabled, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
 from dflop.plan import PLACEMENTS, SHARDINGS
 from dflop.plan.layout_key import LayoutKey, ModuleLayout
+from dflop.plan.trained import TrainedSet
 from dflop.schedule import loads_of
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.space import Splits, even_layers, sharding_columns
@@ -141,9 +142,8 @@ def lower_bounds(
     for encoder in spec.encoders:
         own = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
         keys, place = _distinct(rows, (*own, "num_microbatches"))
-        is_frozen = not trained.trains(encoder.name)
-        for found, recomputes in (encoders, False), (again, not is_frozen):
-            bounds = _encoder_bounds(encoder, keys, batches, costs, links, is_frozen, recomputes)
+        for found, recomputes in (encoders, False), (again, True):
+            bounds = _encoder_bounds(encoder, keys, batches, costs, links, trained, recomputes)
             found.append(EncoderBounds(place=place, **bounds))
     return LowerBounds(
         llm_place=llm_place,
@@ -241,7 +241,7 @@ def _encoder_bounds(
     batches: Sequence[SampleShapes],
     costs: CostModel,
     links: LeastLinks,
-    is_frozen: bool,
+    trained: TrainedSet,
     recomputes: bool,
 ) -> dict[str, np.ndarray]:
     """The fields of `EncoderBounds` without `place`, [num_keys, num_batches].
@@ -258,7 +258,7 @@ def _encoder_bounds(
         dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
         place = own["place"].to_numpy()
         part_s, least_part_s = (
-            _items_s(costs, name, layout, Loads(*(load / count for load in loads)), is_frozen)
+            _items_s(costs, name, layout, Loads(*(load / count for load in loads)), trained)
             for loads in (
                 [load / dp for load in total],
                 # This does not hold for the squares of runs, since replicas are chosen by their items: they count as 0.
@@ -271,24 +271,31 @@ def _encoder_bounds(
             shards = own[f"{name}_shards"].to_numpy()[at]
             latency_s, byte_s = links.sync(dp[at, 0], layout, shards)
             layers = even_layers(encoder.num_layers, pp)
-            for kind in stage_kinds(name, layout, layers, layers if recomputes else ()):
+            for kind in stage_kinds(name, layout, layers, layers if recomputes else (), trained):
                 busy_s = count[at] * kind.total(own_s)
-                sync_s = latency_s + costs.stage_parameter_bytes(kind) * byte_s
-                rest_s = 0.0 if is_frozen else (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
+                trained_bytes = costs.trained_parameter_bytes(kind)
+                sync_s = (latency_s + trained_bytes * byte_s) * (trained_bytes > 0)
+                rest_s = (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
                 alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
                 shared_s[place[at]] += busy_s
                 least_s[place[at]] += count[at] * kind.total(own_least_s)
     return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}
 
 
-def _items_s(costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads, is_frozen: bool) -> dict[str, np.ndarray]:
+def _items_s(
+    costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads, trained: TrainedSet
+) -> dict[str, np.ndarray]:
     """Seconds of each of the encoder's parts, without their constants, since a replica without items takes no time."""
     passes = costs.part_times(encoder, layout, loads)
     resting = costs.part_times(encoder, layout, Loads(*np.zeros((4, 1))))
     forward_s, backward_s = (
         {part: seconds[part] - const[part] for part in seconds} for seconds, const in zip(passes, resting, strict=True)
     )
-    return forward_s if is_frozen else {part: forward_s[part] + backward_s[part] for part in forward_s}
+    goes_back = trained.parts_with_backward(encoder)
+    return {
+        part: forward + backward_s[part] if as_tabled(part)[0] in goes_back else forward
+        for part, forward in forward_s.items()
+    }
 
 
 def _chain_s(costs: CostModel, whole: StageKind, loads: Loads) -> float:

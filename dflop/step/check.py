@@ -82,7 +82,7 @@ def _message_ends(program: Program, trained: TrainedSet) -> dict[int, list[_End]
     routes, ends = make_routes(program.workers, program.edges), defaultdict(list)
     for number, edge in enumerate(program.edges):
         for is_forward, maker, taker in ((True, edge.source, edge.target), (False, edge.target, edge.source)):
-            if is_forward or trained.has_backward(program.nodes[edge.source].module):
+            if is_forward or trained.has_backward(program.nodes[edge.source]):
                 for sender in {route.sender for route in routes.of(number, is_forward)}:
                     ends[sender].append(_End(maker, number, is_forward, _SENDS[is_forward]))
                 for route in routes.of(number, is_forward):
@@ -97,7 +97,7 @@ def _check_list(program: Program, worker: int, ends: list[_End], trained: Traine
     for microbatch in range(program.num_microbatches):
         for node in program.workers[worker].nodes:
             expected.add(Instruction(Op.FORWARD, node, microbatch))
-            if trained.has_backward(program.nodes[node].module):
+            if trained.has_backward(program.nodes[node]):
                 expected.add(Instruction(Op.BACKWARD, node, microbatch))
         expected |= {Instruction(op, end.node, microbatch, end.edge) for end in ends for op in end.ops}
     done = Counter(replace(item, place=-1) for item in items)

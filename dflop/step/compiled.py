@@ -96,7 +96,7 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
     encoders = [grid.module for grid in plan.grids[:-1]]
     has_bridges = PLACEMENTS[plan.placement].has_bridges and len(encoders) > 0
     for place, stage in enumerate(listed):
-        is_first, is_last = stage.pp_stage == 0, stage.pp_stage == plan.num_stages(stage.module) - 1
+        is_first, is_last = stage.pp_stage == 0, stage.is_last
         is_llm = stage.module == "llm"
         stages[place] = (
             stage.dp,
@@ -107,7 +107,7 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
             -1 if is_last else place + 1,
             has_bridges and is_llm and is_first,
             encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
-            trained.has_backward(stage.module),
+            trained.has_backward(stage),
             plan.grid(stage.module).num_shards,
             stage.num_groups if PLACEMENTS[plan.placement].fills_bubbles else 1,
         )

@@ -42,7 +42,7 @@ class BubbleFiller:
         assert PLACEMENTS[plan.placement].fills_bubbles, f"{plan.placement} plans have one order for all batches"
         stages, schedule, llm = stages_of(plan), SCHEDULES[plan.schedule], plan.grid("llm")
         first = next(place for place, stage in enumerate(stages) if stage.module == "llm")
-        self._encoders = [(stage, trained.has_backward(stage.module)) for stage in stages[:first]]
+        self._encoders = [(stage, trained.has_backward(stage)) for stage in stages[:first]]
         self._first_node, self._shape = stages[first].first_node, (len(stages) - first, llm.dp, plan.num_microbatches)
         orders = [order[order[:, 1] >= first] - [0, first, 0] for order in group_orders(plan, trained)]
         self._plan, self._trained = plan, trained

@@ -215,7 +215,7 @@ class _Writer:
         for number, edge in enumerate(self.edges):
             self._add(FORWARD, number, edge.source, edge.target, routes.of(number, True))
             # A frozen encoder computes no gradient, so neither end of its bridge moves one.
-            if trained.has_backward(self.nodes[edge.source].module):
+            if trained.has_backward(self.nodes[edge.source]):
                 self._add(BACKWARD, number, edge.target, edge.source, routes.of(number, False))
 
     def _add(self, which: int, edge: int, maker: int, taker: int, routes: Sequence[Route]) -> None:

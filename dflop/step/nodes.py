@@ -11,7 +11,7 @@ computations) is kept once, for the stage.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from dflop.plan.placements import PLACEMENTS
@@ -22,11 +22,15 @@ __all__ = ["Node", "StageReplicas", "Worker", "nodes_of", "stages_of", "worker_o
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One replica of one pipeline stage; of an interleaved LLM, stage `chunk * pp + s` is chunk `chunk` of rank s."""
+    """One replica of one pipeline stage; of an interleaved LLM, stage `chunk * pp + s` is chunk `chunk` of rank s.
+
+    `is_last` is whether it is the module's last stage.
+    """
 
     module: str
     pp_stage: int
     dp_rank: int
+    is_last: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class StageReplicas:
     span: int
     group: int
     num_groups: int = 1
+    is_last: bool = True
 
     def workers(self, replica: int) -> range:
         """The indices of the workers that carry a replica."""
@@ -85,6 +90,7 @@ def stages_of(plan: Plan) -> tuple[StageReplicas, ...]:
                     span=span,
                     group=first_group + place,
                     num_groups=num_shared if shares_ranks and grid is not llm else 1,
+                    is_last=number == plan.num_stages(grid.module) - 1,
                 )
             )
             first_node += grid.dp
@@ -97,10 +103,9 @@ def stages_of(plan: Plan) -> tuple[StageReplicas, ...]:
 def nodes_of(plan: Plan) -> tuple[Node, ...]:
     """All nodes, by module, stage and replica."""
     return tuple(
-        Node(grid.module, stage, replica)
-        for grid in plan.grids
-        for stage in range(plan.num_stages(grid.module))
-        for replica in range(grid.dp)
+        Node(stage.module, stage.pp_stage, replica, stage.is_last)
+        for stage in stages_of(plan)
+        for replica in range(stage.dp)
     )
 
 

@@ -44,7 +44,7 @@ def group_orders(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
         ).reshape(-1, 3)
         for which, own in (
             (FORWARD, encoders),
-            (BACKWARD, [place for place in encoders if trained.has_backward(stages[place].module)]),
+            (BACKWARD, [place for place in encoders if trained.has_backward(stages[place])]),
         )
     )
     if slots is not None:
@@ -75,7 +75,7 @@ def _in_rounds(passes, number, pp, num_chunks, first):
 
 
 def _encoder_order(plan: Plan, stage: StageReplicas, place: int, lead: int, trained: TrainedSet) -> np.ndarray:
-    if not trained.has_backward(stage.module):
+    if not trained.has_backward(stage):
         passes, number = np.full(plan.num_microbatches, FORWARD), np.arange(plan.num_microbatches)
     else:
         passes, number = _interleave(plan.num_microbatches, lead + plan.grid(stage.module).pp - stage.pp_stage - 1)

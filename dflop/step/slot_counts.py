@@ -75,7 +75,7 @@ def _count(order, stages, groups, num_microbatches, ahead):
             for group in range(first, last):
                 num_left[group, microbatch] -= 1
                 free[group, _FEATURE_GRADIENTS] += num_left[group, microbatch] == 0
-        if behind >= 0:
+        if behind >= 0 and (is_forward or stages[behind, HAS_BACKWARD] > 0):
             for group in range(groups[behind, 0], groups[behind, 0] + groups[behind, 1]):
                 _take(counts, free, group, hidden)
         if is_forward and own[BRIDGE_OUT] >= 0:

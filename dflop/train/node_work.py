@@ -64,9 +64,7 @@ class _Work(ABC):
         self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == own.index]
         # The incoming edges over which a gradient is sent back. A frozen source without a backward needs none.
         self._owed = {
-            number
-            for number in self._incoming
-            if trained.has_backward(program.nodes[program.edges[number].source].module)
+            number for number in self._incoming if trained.has_backward(program.nodes[program.edges[number].source])
         }
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
         # The nodes that run the same passes as this one: the replicas that shard its parameters.

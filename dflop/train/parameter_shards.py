@@ -28,21 +28,22 @@ class Units:
     """Shards a stage's units over replicas, in place and one at a time, because the whole stage may not fit on a rank.
 
     A unit's parameters are then this replica's shards, on the device, in the dtype `held_in(dtype)`, in which gradients
-    are summed, too. They are gathered as `dtype`. Parameters that are not trained are held in `dtype`.
+    are summed, too. They are gathered as `dtype`. Parameters of units without a trained part are held in `dtype`.
     """
 
-    def __init__(self, sharers: Sharers, dtype: torch.dtype, *, is_trained: bool) -> None:
-        self.has_copies, self._is_trained, self._dtype = len(sharers.ranks) > 1, is_trained, dtype
+    def __init__(self, sharers: Sharers, dtype: torch.dtype, *, trained_parts: Collection[str]) -> None:
+        self.has_copies, self.trained_parts, self._dtype = len(sharers.ranks) > 1, trained_parts, dtype
         self._how: dict[str, Any] = {"mesh": sharers.mesh}
         if dtype != (held := held_in(dtype)):
             self._how["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False
             )
 
-    def share(self, unit: nn.Module) -> None:
-        """Shard those parameters of a unit that are not sharded yet."""
-        unit.requires_grad_(self._is_trained)
-        if not self._is_trained:
+    def share(self, unit: nn.Module, part: str = "layer") -> None:
+        """Shard those parameters of a unit that are not sharded yet. The unit is trained if its `part` is."""
+        is_trained = part in self.trained_parts
+        unit.requires_grad_(is_trained)
+        if not is_trained:
             compute_in(unit, self._dtype)
         shared = fully_shard(unit, **self._how)
         # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
@@ -60,7 +61,7 @@ class SharedPasses(nn.Module):
     def __init__(self, stage: Stage, units: Units) -> None:
         super().__init__()
         self.stage, self._has_copies = stage, units.has_copies
-        units.share(self)
+        units.share(self, "last")
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Run `compute`, which uses the stage."""

@@ -192,9 +192,9 @@ def _build_node(
 ) -> NodeModel:
     """One node. The function is long, because most of its parts depend on whether replicas shard the parameters."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
-    is_trained = config.model.trained.trains(node.module)
+    trained_parts = config.model.trained.parts(node.module)
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
-    stage.requires_grad_(is_trained)
+    stage.train_parts(trained_parts)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
     common |= {"overlaps": overlaps}
@@ -204,7 +204,7 @@ def _build_node(
     of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
     if units:
         shared = SharedPasses(stage, units)
-        stage.requires_grad_(is_trained)  # again, so that parameters that no pass reads are not trained
+        stage.train_parts(trained_parts)  # again, since sharding has set it for whole units
         parameters = stage.named_hf_parameters()
         own = ParameterShards(
             list(parameters.values()),
@@ -269,7 +269,7 @@ def _build_stage(
     check_tp(spec, node.module, ranks.size)
     units = None
     if plan.grid(node.module).gathers:
-        units = Units(topology.sharers[index], dtype, is_trained=config.model.trained.trains(node.module))
+        units = Units(topology.sharers[index], dtype, trained_parts=config.model.trained.parts(node.module))
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,

@@ -44,6 +44,9 @@ NUM_STEPS = {
     "tied": 2,
     "frozen vision": 1,
     "frozen llm": 1,
+    "frozen encoder": 2,
+    "projector": 2,
+    "qwen3 projector": 1,
     "internvl": 1,
     "qwen": 1,
     "qwen3": 1,
@@ -125,10 +128,11 @@ def _num_steps(name: str, variant: str) -> int:
 def _expected(config: Config, batches: Sequence[SampleShapes]) -> dict:
     """Losses and gradients of the steps, and the weights after each."""
     model = build_whole_model(config)
-    for name in config.model.freeze:
-        for part, parameter in model.named_parameters():
-            if ("language_model" in part or "lm_head" in part) == (name == "llm"):
-                parameter.requires_grad_(False)
+    for part, parameter in model.named_parameters():
+        module = "llm" if "language_model" in part or "lm_head" in part else "vision"
+        is_projector = "projector" in part or "merger" in part or part == "model.image_newline"
+        if module in config.model.freeze or (f"{module}.encoder" in config.model.freeze and not is_projector):
+            parameter.requires_grad_(False)
     optimizer = optimizer_of(model, _LR)
     losses, gradients, weights = [], [], []
     for batch in batches:

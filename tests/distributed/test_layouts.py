@@ -117,7 +117,16 @@ SMALLER = (
     "three modules colocated 2",
 )
 ALL_ONCE = [(name, VARIED.get(name, "omni" if name in OMNI_PLANS else "plain")) for name in PLANS]
-IN_CI = [case for case in ALL_ONCE if case[0] not in SMALLER]
+# An encoder without its projector is frozen: of its pipeline only the last stage has a backward.
+PROJECTOR = (
+    ("encoder pp 2", "projector"),
+    ("parameters 2", "projector"),
+    ("parameters of the first stage's encoder", "frozen encoder"),
+    ("bubble-filled pp 2 dp 2", "frozen encoder"),
+    ("disjoint 2+1, encoder tp 2", "frozen encoder"),
+    ("encoder pp 2, LLM pp 3", "qwen3 projector"),
+)
+IN_CI = [case for case in ALL_ONCE if case[0] not in SMALLER] + list(PROJECTOR)
 OTHERS = [case for case in ALL_ONCE if case[0] in SMALLER]
 OTHERS += [
     (name, variant)
@@ -137,11 +146,15 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
     and with what they must find: the losses and gradients of the whole model."""
     made, config = run
     made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "qwen3": qwen3_run[0], "omni": omni_run[0]}
+    made_of["qwen3 projector"] = qwen3_run[0]
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
         "tied": config | {"model": config["model"] | {"path": str(_tied_checkpoint(folder / "tied", config))}},
         **{f"frozen {name}": config | {"model": config["model"] | {"freeze": [name]}} for name in ("vision", "llm")},
+        "frozen encoder": config | {"model": config["model"] | {"freeze": ["vision.encoder"]}},
+        "projector": config | {"model": config["model"] | {"freeze": ["vision.encoder", "llm"]}},
+        "qwen3 projector": qwen3_run[1] | {"model": qwen3_run[1]["model"] | {"freeze": ["vision.encoder", "llm"]}},
         "internvl": internvl_run[1],
         "qwen": qwen_run[1],
         "qwen3": qwen3_run[1],

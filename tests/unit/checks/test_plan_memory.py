@@ -147,6 +147,19 @@ def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path)
         assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
 
 
+@pytest.mark.parametrize("name", ["pipelined", "parameters shared"])
+def test_a_frozen_encoder_keeps_nothing_before_its_projector(name, costs_file):
+    plan, costs = PLANS[name], CostModel.load(costs_file)
+    config = load_config(CONFIG | {"model": {"freeze": ["vision.encoder"]}})
+    for rank in range(plan.grid("vision").num_ranks):
+        checked = check_rank(config, plan, costs, LOAD, rank)
+        for category in MEMORY_CATEGORIES[:3]:
+            assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.05), (rank, category)
+        trained = check_rank(load_config(CONFIG), plan, costs, LOAD, rank)
+        assert checked.predicted["activations"] < 0.95 * trained.predicted["activations"]
+        assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
+
+
 @pytest.mark.parametrize("family", family_names())
 def test_every_module_of_every_family_can_be_checked(family, tmp_path):
     config = load_config(CONFIG | {"model": {"family": family, "preset": "tiny"}})

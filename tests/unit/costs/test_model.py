@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.costs import CostModel, Loads, StageKind, resident_bytes, stage_kinds, sync_bytes
+from dflop.costs import CostModel, Loads, StageKind, resident_parts, stage_kinds, sync_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
 from dflop.plan.layout_key import LayoutKey
+from dflop.plan.trained import TrainedSet
 from dflop.store import write_costs
 
 counts = st.integers(0, 10_000)
@@ -141,18 +142,18 @@ def test_stages_of_a_module_differ_by_their_layers_and_their_ends_alone():
 
 
 def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together():
-    assert resident_bytes(100.0, 1, value_bytes=4, is_frozen=False) == 400
-    assert resident_bytes(100.0, 4, value_bytes=4, is_frozen=False) == 250
-    assert resident_bytes(100.0, 4, value_bytes=4, is_frozen=True) == 100
-    assert resident_bytes(100.0, 4, value_bytes=8, is_frozen=False) == 500
+    assert sum(resident_parts(100.0, 0.0, 1, value_bytes=4)) == 400
+    assert sum(resident_parts(100.0, 0.0, 4, value_bytes=4)) == 250
+    assert sum(resident_parts(0.0, 100.0, 4, value_bytes=4)) == 100
+    assert sum(resident_parts(100.0, 0.0, 4, value_bytes=8)) == 500
 
 
 def test_in_half_precision_masters_are_divided_as_moments_are():
     of_one = 25.0  # parameters: 2 bytes, a gradient of 4, and masters and moments of 12
-    assert resident_bytes(100.0, 1, value_bytes=2, is_frozen=False) == of_one * 18
-    assert resident_bytes(100.0, 4, value_bytes=2, is_frozen=False) == of_one * (6 + 12 / 4)
-    assert resident_bytes(100.0, 4, value_bytes=2, is_frozen=True) == of_one * 2
-    assert resident_bytes(100.0, 8, value_bytes=2, is_frozen=False, num_shards=4) == of_one * 16 / 4
+    assert sum(resident_parts(100.0, 0.0, 1, value_bytes=2)) == of_one * 18
+    assert sum(resident_parts(100.0, 0.0, 4, value_bytes=2)) == of_one * (6 + 12 / 4)
+    assert sum(resident_parts(0.0, 100.0, 4, value_bytes=2)) == of_one * 2
+    assert sum(resident_parts(100.0, 0.0, 8, value_bytes=2, num_shards=4)) == of_one * 16 / 4
 
 
 def test_a_gradient_sync_sums_fp32_and_gives_back_what_is_computed_in():
@@ -165,7 +166,7 @@ def test_a_gradient_sync_sums_fp32_and_gives_back_what_is_computed_in():
 def test_what_a_microbatch_needs_on_top_is_that_of_the_part_that_needs_most(costs):
     loads = make_loads(30)
     parts = [float(costs.transients["vision", LayoutKey(), part, False](loads)) for part in ("layer", "first", "last")]
-    without_backward = costs.stage_memory(whole("vision", LayoutKey(), 9), loads, has_backward=False)
+    without_backward = costs.stage_memory(whole("vision", LayoutKey(), 9, trained=TrainedSet(("vision",))), loads)
     assert float(without_backward.transient_bytes) == max(parts)
     loads = llm_loads(100)
     again = costs.stage_memory(inner("llm", 9, num_recomputed=9), loads)

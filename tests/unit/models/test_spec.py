@@ -60,8 +60,13 @@ def test_a_preset_or_family_that_is_not_there_lists_those_that_are():
 
 def test_what_is_frozen_must_be_a_module_of_the_model_and_not_all_of_them():
     assert load_model_spec(ModelConfig(freeze=["vision"]))
-    assert "`model.freeze[1]` is 'eyes'; it must be one of vision, llm" in refusal(freeze=["vision", "eyes"])
-    assert "`model.freeze` names every module" in refusal(freeze=["vision", "llm"])
+    assert load_model_spec(ModelConfig(freeze=["vision.encoder", "llm"]))
+    assert "`model.freeze[1]` is 'eyes'; it must be one of vision, llm, vision.encoder" in refusal(
+        freeze=["vision", "eyes"]
+    )
+    assert "`model.freeze[0]` is 'llm.encoder'" in refusal(freeze=["llm.encoder"])
+    for everything in (["vision", "llm"], ["vision.encoder", "vision", "llm"]):
+        assert "`model.freeze` names every module" in refusal(freeze=everything)
 
 
 def test_a_checkpoint_of_another_family_names_the_family(checkpoint):

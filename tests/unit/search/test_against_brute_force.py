@@ -42,7 +42,7 @@ def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: Sample
 @given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
-    freeze=st.sampled_from([(), ("vision",), ("llm",)]),
+    freeze=st.sampled_from([(), ("vision",), ("llm",), ("vision.encoder",), ("vision.encoder", "llm")]),
     policy=st.sampled_from([LPT, RANDOM]),
     memory_share=st.sampled_from([0.0, 0.02, 0.2, 0.6, 1.0]),
 )

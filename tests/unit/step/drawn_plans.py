@@ -7,7 +7,7 @@ from dflop.plan import PLACEMENTS, SCHEDULES, Grid, Plan
 from dflop.plan.trained import TrainedSet
 from dflop.step import Bridges, BubbleFiller, StageTimes, nodes_of
 
-frozen_sets = st.sampled_from([(), ("vision",), ("llm",)])
+frozen_sets = st.sampled_from([(), ("vision",), ("llm",), ("vision.encoder",), ("vision.encoder", "llm")])
 
 
 def llm_alone(pp: int, num_microbatches: int, schedule: str = "1f1b", num_chunks: int = 1) -> Plan:

@@ -183,7 +183,7 @@ def cases(draw):
     (plan, frozen, slots), rng = draw(orders()), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     times = draw_times(plan, rng, draw(st.sampled_from([0.0, 0.3, 1.0])))
     if draw(st.booleans()):
-        goes_back = np.array([TrainedSet(frozen).has_backward(node.module) for node in nodes_of(plan)])
+        goes_back = np.array([TrainedSet(frozen).has_backward(node) for node in nodes_of(plan)])
         early_s, late_s = times.sync_s * goes_back * rng.dirichlet((1.0, 1.0, 1.0), len(goes_back)).T[:2]
         times = dataclasses.replace(times, early_sync_s=early_s, late_sync_s=late_s)
     return plan, frozen, slots, times
