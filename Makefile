@@ -1,6 +1,7 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
 # make test   creates .venv, installs, and runs the tests but the exhaustive ones: test-unit, then test-serial
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
+# make test-torch211   the tests of models with torch 2.11, the oldest that is supported, in an environment of its own
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make test-gpu   checks that one GPU decides, in 30 minutes; without a GPU it says which (docs/how-to/first-hour.md)
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
@@ -14,11 +15,12 @@ BIN := $(VENV)/bin
 # Whole files, the longest first, as tests/conftest.py orders them.
 PYTEST := pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
+OLD := .venv-torch211
 
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-unit test-serial test-all test-slurm test-gpu fuzz screenshots docs lint clean
+.PHONY: setup demo test test-unit test-serial test-all test-torch211 test-slurm test-gpu fuzz screenshots docs lint clean
 
 setup: $(STAMP)
 
@@ -45,6 +47,17 @@ test-serial: setup
 
 test-all: test
 	$(PYTEST) -m exhaustive
+	$(MAKE) test-torch211
+
+# Where pip knows no build of torch for CPUs alone, it downloads the one with CUDA.
+test-torch211: $(OLD)/.installed
+	$(OLD)/bin/python -m pytest -q -n $(CORES) --dist loadfile tests/unit/models tests/distributed/test_unused_parameters.py
+
+$(OLD)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLD)
+	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(OLD)/constraints.txt
+	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt -e '.[dev]'
+	touch $@
 
 test-slurm: setup
 	tests/slurm/install.sh
@@ -71,4 +84,4 @@ lint: setup
 	snakemake --lint
 
 clean:
-	rm -rf $(VENV) .snakemake docs/_build docs/generated results/demo results/demo-data
+	rm -rf $(VENV) $(OLD) .snakemake docs/_build docs/generated results/demo results/demo-data
