@@ -33,6 +33,7 @@ class Jobs(list):
     num_forwards = 4
 
 
+@pytest.mark.timeout(300)  # it would wait for ever
 def test_what_ends_a_loader_ends_its_rank_in_one_line():
     """The rank must not wait for a microbatch that could not be handed over."""
     batches = iter(load_ahead(Dataset(), Jobs([Changed, Refused]), load_config({"train": {"loader_workers": 1}})))
