@@ -1,7 +1,6 @@
 """Loading a config: its layers are merged over the defaults and checked. Parts of a config can be taken out of it."""
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache, reduce
 from typing import Any
@@ -18,9 +17,6 @@ from dflop.config.together import check_together
 __all__ = ["load_config", "restrict", "select_keys", "set_steps"]
 
 
-# A reference to a key, and the beginning of one to something else: `${oc.env:HOME}` would be kept in `results/`.
-_REFERENCE = re.compile(r"\$\{[^{}:]*\}")
-_RESOLVER = re.compile(r"\$\{[^{}:]*:")
 # The number of steps where neither `train.steps` nor `train.epochs` is given.
 _STEPS = 20
 
@@ -56,16 +52,12 @@ def _merged(below: Any, above: Any) -> Any:
 
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:
     """The values with each `${key}` replaced by the value of that key."""
-    if "${" not in (text := str(values)):
+    if "${" not in str(values):
         return values
-    replaced = 1
-    while replaced:
-        text, replaced = _REFERENCE.subn("", text)
-    if resolver := _RESOLVER.search(text):
-        raise UserError(f"`{resolver[0]}…` is refused: a config may refer to its own keys only, as in `${{run}}`")
     from omegaconf import OmegaConf  # takes half as long to import as all of the config
     from omegaconf.errors import OmegaConfBaseException
 
+    OmegaConf.clear_resolver("oc.env")  # what the environment holds would be kept in `results/`
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:  # a `${key}` that leads nowhere

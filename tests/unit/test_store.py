@@ -428,7 +428,7 @@ def test_a_failed_merge_leaves_the_old_database_and_nothing_beside_it(merge, tmp
     before = sorted(tmp_path.iterdir())
     missing = ShardFile(tmp_path / "none.parquet", "none", "train", 0, 0)
     sources = read_table(path, "sources", made_by="merge-shapes")
-    with pytest.raises(duckdb.Error, match=r"none\.parquet"):
+    with pytest.raises(UserError, match=r"none\.parquet does not exist"):
         write_shapes(path, [missing], sources, {}, sampled_rows={}, keep_duplicates=False)
     assert sorted(tmp_path.iterdir()) == before
     assert rows_of(path, "samples", "sample_id") == [("a",)]
@@ -480,7 +480,7 @@ def test_a_view_that_reads_another_file_is_refused(merge, tmp_path):
     path = merge(("train", 0, [good(0, "a")]))
     with duckdb.connect(str(path)) as connection:
         connection.execute(f"CREATE OR REPLACE VIEW reject_summary AS FROM read_text('{tmp_path}/secret.txt')")
-    assert "table `reject_summary` cannot be read" in refusal(path, "reject_summary")
+    assert "file system operations are disabled" in refusal(path, "reject_summary")
 
 
 def test_a_database_without_the_table_says_so(merge):
@@ -489,7 +489,7 @@ def test_a_database_without_the_table_says_so(merge):
 
 def test_a_database_can_be_read_by_several_at_once(merge):
     path = merge(("train", 0, [good(0, "a")]))
-    with duckdb.connect(str(path), read_only=True):
+    with duckdb.connect(str(path), read_only=True, config={"enable_external_access": "false"}):
         assert len(read_table(path, "samples", made_by="merge-shapes")) == 1
 
 
