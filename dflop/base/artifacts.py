@@ -20,6 +20,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         yield beside
         os.replace(beside, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # "No space left on device" alone says too little
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

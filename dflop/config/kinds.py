@@ -5,6 +5,7 @@ A validator's words follow the key in a message: "`train.steps` is 0; it must be
 
 import math
 import re
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -58,6 +59,17 @@ def _not_empty(wanted: str) -> AfterValidator:
 
     return AfterValidator(check)
 
+
+def _options(value: str) -> str:
+    try:
+        shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"is {value!r}: {str(error).lower()}; quote it as for a shell") from None
+    return value
+
+
+# Options of a command, quoted as for a shell.
+Options = Annotated[str, AfterValidator(_options)]
 
 Count = _number(int, "at least 1", lambda number: number >= 1)
 CountOrZero = _number(int, "0 or more, and finite", lambda number: number >= 0)

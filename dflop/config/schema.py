@@ -256,7 +256,7 @@ class SlurmStage:
     time: kinds.TimeLimit | None = None
     memory_gib: kinds.AboveZero | None = None
     cpus: kinds.Count | None = None
-    extra: str | None = None
+    extra: kinds.Options | None = None
 
 
 @_section
@@ -272,7 +272,7 @@ class SlurmConfig:
     gpu_type: str | None = None
     cpus_per_node: kinds.Count | None = None
     memory_gib: kinds.AboveZero | None = None
-    extra: str | None = None
+    extra: kinds.Options | None = None
     warn_s: kinds.CountOrZero = 300
     stages: dict[str, SlurmStage] = field(default_factory=dict)
 

@@ -154,7 +154,9 @@ def _read_metrics(path: Path) -> pl.DataFrame:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        return _SUMMARY.validate_python(json.loads(path.read_bytes()))
+        values = json.loads(path.read_bytes())
+        _SUMMARY.validate_python(values)
     except ValueError as error:
         reason = " ".join(str(error).split()[:20])
         raise UserError(f"{path} is damaged ({reason}); `dflop train` writes it again") from None
+    return values

@@ -103,11 +103,17 @@ def write_database(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **meta,
     }
-    with written_whole(path) as beside, duckdb.connect(str(beside)) as connection:
-        for name, frame in frames.items():
-            connection.register(name, frame)
-        connection.execute("CREATE TABLE meta (key VARCHAR PRIMARY KEY, value VARCHAR)")
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", list(whole_meta.items()))
-        for statement in filter(str.strip, statements.split(";\n")):
-            used = {name: value for name, value in (parameters or {}).items() if f"${name}" in statement}
-            connection.execute(statement, used or None)
+    with written_whole(path) as beside:
+        try:
+            with duckdb.connect(str(beside)) as connection:
+                for name, frame in frames.items():
+                    connection.register(name, frame)
+                connection.execute("CREATE TABLE meta (key VARCHAR PRIMARY KEY, value VARCHAR)")
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", list(whole_meta.items()))
+                for statement in filter(str.strip, statements.split(";\n")):
+                    used = {name: value for name, value in (parameters or {}).items() if f"${name}" in statement}
+                    connection.execute(statement, used or None)
+        except (duckdb.IOException, duckdb.TransactionException, duckdb.FatalException) as error:  # e.g. a full disk
+            raise UserError(f"{path} cannot be written: {str(error).splitlines()[0]}") from None
+        finally:
+            beside.with_name(f"{beside.name}.wal").unlink(missing_ok=True)

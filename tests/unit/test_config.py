@@ -425,6 +425,13 @@ def test_a_time_limit_is_minutes_or_has_its_unit(time, is_one):
         assert "`slurm.stages.train.time`" in refusal(layer)
 
 
+def test_options_of_slurm_are_quoted_as_for_a_shell():
+    assert load_config({"slurm": {"extra": "--wckey='a b'"}}).slurm.extra == "--wckey='a b'"
+    assert refusal({"slurm": {"extra": "--wckey='a"}}) == (
+        'config: `slurm.extra` is "--wckey=\'a": no closing quotation; quote it as for a shell'
+    )
+
+
 def test_an_empty_file_changes_nothing(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert load_config(tmp_path / "empty.yaml") == load_config() == load_config()

@@ -42,6 +42,7 @@ class Watched(Executor):
         self._last_answer = self._last_end = time.monotonic()
         self._is_silent = False
         self._answers_without, self._said_waiting = {}, set()
+        self._main_event_loop = None
 
     def report_job_error(self, job, **_) -> None:
         self.failed.append(job)
@@ -128,6 +129,16 @@ def test_only_a_job_that_was_cancelled_on_purpose_is_not_submitted_again(say):
     # Snakemake submits again while the attempts are not more than the restarts.
     assert cancelled.attempt > cancelled.restart_times
     assert failed.attempt <= failed.restart_times
+
+
+def test_an_option_that_cannot_be_given_is_said_and_not_waited_for():
+    executor, group = Watched(), SimpleNamespace(is_group=lambda: True, groupid="shards", jobs=[1, 2, 3])
+    group.attempt, group.restart_times, group.resources = 1, 2, SimpleNamespace(slurm_extra="--comment=mine")
+    executor.run_job(group)
+    assert [failed.job for failed in executor.failed] == [group]
+    assert "The job shards.3_jobs cannot be submitted (section `slurm` of the config)" in executor.said[0]
+    assert "\n" not in executor.said[0]
+    assert group.attempt > group.restart_times
 
 
 @pytest.mark.parametrize("script", ["exec sleep 60", "echo Unable to contact slurm controller >&2; exit 1"])

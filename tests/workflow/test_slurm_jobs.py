@@ -20,11 +20,11 @@ CONFIG = {
         "partition": "gpu",
         "cpu_partition": "cpu",
         "gpu_type": "h100",
-        "stages": {"train": {"time": "2d", "extra": "--mail-type=END"}},
+        "stages": {"train": {"time": "2d", "extra": "--mail-type=END --wckey='$(touch ran) a'"}},
     },
 }
 SBATCH = """#!/bin/sh
-printf '%s ' "$@" | tr '\\n' ' ' >> asked; echo >> asked; grep -c . asked
+cat > script; printf '%s ' "$@" | tr '\\n' ' ' >> asked; echo >> asked; grep -c . asked
 """
 SQUEUE = """#!/bin/sh
 for number in 1 2 3 4 5 6 7 8 9; do echo "$number|FAILED|NonZeroExitCode"; done
@@ -51,7 +51,7 @@ def asked(make_checkout):
         assert done.returncode == 1, done.stdout + done.stderr
         (checkout.folder / "results/gpus/plan.yaml").write_bytes(plan)
         lines = (checkout.folder / "asked").read_text().splitlines()
-        return {re.search(r"--job-name (\S+)", line)[1]: line.partition("--wrap")[0] for line in lines}
+        return {re.search(r"--job-name (\S+)", line)[1]: line for line in lines}
 
     return ask
 
@@ -61,6 +61,7 @@ def test_training_asks_for_all_nodes_their_gpus_its_time_and_a_warning_of_its_en
     for option in (
         *("-A me", "-p gpu", "-t 2880", "--nodes=2", "--ntasks=2", "--gres=gpu:h100:8", "--cpus-per-task=64"),
         *("--signal=USR1@300", "--mail-type=END", "--requeue", "--mem 524288"),
+        "--wckey=$(touch ran) a",  # as it stands in the config: no shell runs it
     ):
         assert f" {option} " in options, options
 

@@ -18,6 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import snakemake_executor_plugin_slurm as plugin
+from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
 __all__ = ["Executor", "install", "keeps_accounts", "name_of", "parse_states", "why_ended"]
@@ -68,6 +70,15 @@ class Executor(plugin.Executor):
 
     def run_job(self, job) -> None:
         self.run_uuid = name_of(job)
+        try:
+            # The plugin looks at these, too, but fails to report it of a group of jobs, which then never ends.
+            plugin.validate_slurm_extra(job)
+            plugin.set_gres_string(job)
+        except WorkflowError as error:
+            job.attempt = max(job.attempt, job.restart_times + 1)
+            said = f"The job {self.run_uuid} cannot be submitted (section `slurm` of the config): {error}"
+            self._report_job_error_threadsafe(SubmittedJobInfo(job), " ".join(said.split()))
+            return
         super().run_job(job)
 
     def get_account_arg(self, job):

@@ -6,6 +6,7 @@ config keys.
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict, fields
 from functools import cache

@@ -59,7 +59,9 @@ def jobs_of_stage(stage, num_devices=0, num_nodes=1, *, starts_itself=False, tak
     slurm = CONFIG.slurm
     partition = slurm.partition if stage in DEVICE_STAGES else slurm.cpu_partition or slurm.partition
     gpus = "" if CONFIG.cluster.device == "cpu" else gpu_request(num_devices)
-    extra = [slurm.extra, of_stage(stage, "extra"), gpus if gpus.startswith("--") else None]
+    extra = [*shlex.split(slurm.extra or ""), *shlex.split(of_stage(stage, "extra") or "")]
+    if gpus.startswith("--"):
+        extra.append(gpus)
     if takes_signals and slurm.warn_s:
         extra.append(f"--signal=USR1@{min(slurm.warn_s, 15 * minutes_of(stage))}")
     resources = {
@@ -69,7 +71,7 @@ def jobs_of_stage(stage, num_devices=0, num_nodes=1, *, starts_itself=False, tak
         "slurm_partition": of_stage(stage, "partition") or partition,
         "qos": slurm.qos,
         "constraint": slurm.constraint,
-        "slurm_extra": " ".join(filter(None, extra)) or None,
+        "slurm_extra": shlex.join(extra) or None,  # the executor gives it to a shell as it is
     }
     if stage != "profile_shapes":  # its jobs are grouped, and a group gets the threads of its jobs
         resources["cpus_per_task"] = cpus_of(stage)

@@ -150,7 +150,7 @@ def test_a_file_that_holds_no_links_is_refused_in_one_line(tmp_path):
         write()
         with pytest.raises(UserError, match=said) as caught:
             read_links(path)
-        assert "make it with `dflop profile-links`" in str(caught.value)
+        assert "`dflop profile-links`" in str(caught.value)
         assert os.linesep not in str(caught.value)
 
 
