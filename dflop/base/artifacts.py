@@ -41,8 +41,8 @@ def cache_folder() -> Path:
     """
     if Path(".snakemake").is_dir() and os.access(".snakemake", os.W_OK):
         return Path(".snakemake/dflop")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dflop")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError for a user without a home folder
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dflop")
         user.mkdir(parents=True, exist_ok=True)
         if os.access(user, os.W_OK):
             return user
