@@ -1,0 +1,186 @@
+"""Manifests, lists of datasets and chat templates of any make are read or refused, in bounded time and memory."""
+
+import io
+import json
+import random
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fuzzing import damaged, fuzz
+
+from dflop.base import UserError
+from dflop.config import DataConfig, SourceConfig
+from dflop.shapes import list_sources
+from dflop.shapes.chat_template import ChatTemplate
+from dflop.shapes.manifests.formats import open_reader
+from dflop.shapes.records import RecordError, Turn, parse_record
+
+TURNS = [{"from": "human", "value": "<image>\nWhat is it, “é”?"}, {"from": "gpt", "value": "A dog. " * 20}]
+RECORDS = [{"id": f"{number}", "image": f"{number}.jpg", "conversations": TURNS} for number in range(20)]
+
+
+def parquet(rows: list[dict], **options) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file, **options)
+    return file.getvalue()
+
+
+def archive(form: int) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as members:
+        for record in RECORDS:
+            for suffix, content in {"json": json.dumps(record).encode(), "jpg": b"x" * 700}.items():
+                member = tarfile.TarInfo(f"{'folder/' * 20}{record['id']}.{suffix}")
+                member.size = len(content)
+                members.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+MANIFESTS = {
+    "json": {"list.json": json.dumps(RECORDS, indent=1).encode(), "one.json": json.dumps(RECORDS).encode()},
+    "lines": {"lines.jsonl": "\n".join(map(json.dumps, RECORDS)).encode()},
+    "parquet": {
+        "zstd.parquet": parquet(RECORDS, compression="zstd", row_group_size=7),
+        "plain.parquet": parquet(RECORDS, compression="none", use_dictionary=False),
+        "media.parquet": parquet([{**record, "image": {"bytes": b"x" * 99}} for record in RECORDS]),
+    },
+    "tar": {"gnu.tar": archive(tarfile.GNU_FORMAT), "pax.tar": archive(tarfile.PAX_FORMAT)},
+}
+
+PARTS = [
+    b'{"a":',
+    b"[",
+    b"]",
+    b"},{",
+    b'"',
+    b"\\",
+    b"\0",
+    b"\x1b]0;x\x07",
+    b'"conversations":',
+    b"1e999",
+    b"\n",
+    b"\xff",
+]
+
+
+def repeated(content: bytes, rng: random.Random) -> bytes:
+    """Damage; and in one file of five also a part many times over, as bombs have it."""
+    content = damaged(content, rng)
+    if rng.random() < 0.2:
+        at = rng.randrange(len(content) + 1)
+        content = content[:at] + rng.choice(PARTS) * rng.choice((1, 100, 100_000)) + content[at:]
+    return content
+
+
+def read_all(path: Path) -> None:
+    reader = open_reader(path)
+    try:
+        for span in reader.scan():
+            try:
+                parse_record(reader.read(span.start, span.end))
+            except RecordError:
+                pass
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_damaged_manifest_is_read_or_refused(kind, tmp_path):
+    fuzz(MANIFESTS[kind], read_all, UserError, tmp_path, damage=repeated, num_files=150)
+
+
+LIST = """datasets:
+  - json_path: a{0..3}.json
+    sampling_strategy: "first:30%"
+  - {json_path: "b/**/*.json", sampling_strategy: all}
+"""
+SIGNS = [
+    "&a ",
+    "*a",
+    "<<: *a",
+    "[",
+    "{",
+    "!!int ",
+    "!!python/object:os.system ",
+    "? ",
+    "- ",
+    "{0..99999999}",
+    "{a,b}" * 30,
+]
+
+
+def of_signs(content: bytes, rng: random.Random) -> bytes:
+    text = content.decode()
+    for _ in range(rng.randrange(1, 5)):
+        at = rng.randrange(len(text) + 1)
+        text = text[:at] + rng.choice(SIGNS) * rng.choice((1, 1, 2, 500)) + text[at:]
+    return text.encode()
+
+
+def test_a_damaged_list_of_datasets_is_read_or_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def read(path: Path) -> None:
+        for source in list_sources(DataConfig(sources=[SourceConfig(path=str(path))])):
+            source.files()
+
+    for damage in (damaged, of_signs):
+        fuzz({"mix.yaml": LIST.encode()}, read, UserError, tmp_path, damage=damage, num_files=150)
+
+
+VALUES = ["messages", "n.x", "'a'", "9", "10 ** 5", "range(99999)", "i", "[n.x, n.x]", "{'a': n.x}", "(n.x ~ n.x)"]
+CALLS = [
+    *("{0} * {1}", "{0} + {1}", "{0} ~ {1}", "{0} ** {1}", "{0} % {1}", "{0} in {1}", "{0} == {1}", "({0})[:{1}]"),
+    *("({0}) | join({1})", "({0}) | replace('a', {1})", "({0}) | center({1})", "({0}) | indent({1})", "({0}) | list"),
+    *(
+        "({0}) | tojson",
+        "({0}) | sort | unique | list",
+        "({0}) | map('string') | join({1})",
+        "({0}) | batch({1}) | list",
+    ),
+    *(
+        "({0}) | string",
+        "({0}).replace('a', {1})",
+        "({0}).join({1})",
+        "({0}).ljust({1})",
+        "({0}).format({1})",
+        "m({0})",
+    ),
+]
+BODIES = [
+    "{{{{ {0} }}}}",
+    "{{% set n.x = {0} %}}",
+    "{{% for i in {0} %}}{1}{{% endfor %}}",
+    "{{% for i in {0} if {0} %}}{1}{{% endfor %}}",
+    "{{% for i in {0} recursive %}}{1}{{{{ loop({0}) }}}}{{% endfor %}}",
+    "{{% if {0} %}}{1}{{% endif %}}",
+    "{{% macro m(y) %}}{1}{{{{ y }}}}{{% endmacro %}}{{{{ m({0}) }}}}",
+    "{{% set y %}}{1}{{% endset %}}{{% set n.x = y %}}",
+    "{{% generation %}}{1}{{% endgeneration %}}",
+]
+
+
+def template(content: bytes, rng: random.Random) -> bytes:
+    def value(depth: int) -> str:
+        if not depth or rng.random() < 0.3:
+            return rng.choice(VALUES)
+        return f"({rng.choice(CALLS)})".format(value(depth - 1), value(depth - 1))
+
+    def body(depth: int) -> str:
+        if not depth:
+            return rng.choice(("", "text", f"{{{{ {value(2)} }}}}"))
+        return "".join(rng.choice(BODIES).format(value(2), body(depth - 1)) for _ in range(rng.choice((1, 1, 2))))
+
+    return b"{% set n = namespace(x='a') %}" + body(rng.randrange(1, 5)).encode() + content
+
+
+def render(path: Path) -> None:
+    ChatTemplate(path.read_text()).render([Turn("user", "What? " * 50), Turn("assistant", "That.")])
+
+
+def test_a_made_up_template_renders_or_is_refused(tmp_path):
+    usual = b"{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    fuzz({"chat.jinja": usual}, render, (UserError, RecordError), tmp_path, damage=template, num_files=20, most_s=60)
