@@ -198,6 +198,14 @@ def test_the_light_modules_load_neither_torch_nor_transformers_nor_vl_convert():
     assert done.returncode == 0, done.stderr
 
 
+def test_layouts_which_loader_processes_compute_import_no_models():
+    allowed = {"torch", "transformers.vision_utils", "dflop.models.microbatch", "dflop.models.spec"}
+    for path in PACKAGE.glob("models/*/layout.py"):
+        names = imports_of(path.read_text(encoding="utf-8"), package_of(path))
+        rooms = {name.rpartition(".")[0] if "." in name else name for name in names}
+        assert rooms - allowed <= sys.stdlib_module_names | {"collections.abc"}, path
+
+
 FAMILIES = [path.name for path in (PACKAGE / "models").iterdir() if (path / "__init__.py").is_file()]
 # Parts of the families' names, and their encoders.
 NAMES_OF_FAMILIES = {*FAMILIES, "llava", "onevision", "intern", "siglip"}
