@@ -27,6 +27,10 @@ PACKED = "dflop_packed"
 # The packages whose `flash_attn_varlen_func` is used, the fastest first. The first one runs on Hopper only.
 _FLASH = {"flash-attn 3": "flash_attn_interface", "flash-attn 2": "flash_attn"}
 
+# Where torch's kernel for fp32 that keeps no matrix of a segment's squared length needs as many key-value heads as
+# queries. CPUs have one that does not.
+_REPEATS_HEADS_ON = {"cuda"}
+
 
 class OneSegment:
     """One segment that covers all positions of `hidden`, in place of the `cu_seqlens` of Hugging Face's encoder layers.
@@ -88,8 +92,11 @@ def packed_attention(
         batch = [
             tensor[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value)
         ]
+        if query.device.type in _REPEATS_HEADS_ON:
+            batch = [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in batch]
+        is_grouped = batch[0].shape[1] != batch[1].shape[1]
         made = scaled_dot_product_attention(
-            *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=True
+            *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=is_grouped
         )
         attended.append(made.transpose(0, 1).flatten(1, 2))
     # `cat` copies even a single segment, so that the memory does not depend on how a microbatch is cut into segments.

@@ -66,6 +66,26 @@ def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_in_fp32_on_gpus_key_value_heads_are_repeated_which_the_kernel_without_a_quadratic_matrix_needs(monkeypatch):
+    seen, plain = [], attention.scaled_dot_product_attention
+
+    def kernel(query, key, value, *, enable_gqa, **how):
+        assert not enable_gqa
+        seen.append((query.shape[1], key.shape[1], value.shape[1]))
+        return plain(query, key, value, **how)
+
+    tensors, ends = draw(9, 6, 2, 8, seed=0), [2, 4, 9]
+    expected, _ = packed_attention(None, *tensors, None, segment_ends=ends)
+    of_grouped = torch.autograd.grad(expected.sum(), tensors)
+    monkeypatch.setattr(attention, "_REPEATS_HEADS_ON", {"cpu"})
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    output, _ = packed_attention(None, *tensors, None, segment_ends=ends)
+    assert seen == [(6, 6, 6)] * 2
+    torch.testing.assert_close(output, expected)
+    for ours, theirs in zip(torch.autograd.grad(output.sum(), tensors), of_grouped, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_no_segment_sees_another():
     tensors = draw(7, 2, 2, 4, seed=0)
     before, _ = packed_attention(None, *tensors, None, segment_ends=SegmentEnds([3, 7]))
