@@ -75,8 +75,8 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "allocator_share": device.allocator_share,
         "seconds": 0.0,
         "config_digest": config_digest("profile-costs", config, device=asdict(device)),
-        "attention": None,
     }
+    about |= dict.fromkeys(("attention", "sm_mhz_before", "sm_mhz_after"))  # nothing ran
     write_measured(out, Measured(points.measurements, points.parameters, pl.DataFrame([about])))
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dflop.base.process_memory import available_bytes, process_bytes
+from dflop.costs.clocks import keep_busy
 from dflop.costs.design import Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
@@ -110,6 +111,7 @@ class Bench:
                     self._largest = (point, peak_bytes)
             else:
                 self._together(lambda: self._timed(run))
+            self._together(lambda: keep_busy(self.device))
             runs = [self._slowest(self._together(lambda: self._timed(run)))]
             count = min(_MOST_RUNS, int(_LEAST_MEASURED_S / sum(runs[0])))
             runs += [self._slowest(self._together(lambda: self._timed(run))) for _ in range(count - 1)]

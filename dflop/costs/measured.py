@@ -21,11 +21,11 @@ _COLUMNS = (
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
         *("is_frozen", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds", "config_digest"),
-        "attention",
+        *("attention", "sm_mhz_before", "sm_mhz_after"),
     ),
 )
 # Columns that files of earlier versions lack; they are read as null.
-_ADDED = {"attention": pl.String}
+_ADDED = {"attention": pl.String, "sm_mhz_before": pl.Float64, "sm_mhz_after": pl.Float64}
 
 
 class Measured(NamedTuple):

@@ -22,6 +22,7 @@ from dflop.base.devices import COMMUNICATOR_BYTES, find_device
 from dflop.base.local_device import device_name, local_device
 from dflop.base.rendezvous import join_ranks
 from dflop.config import Config, load_config
+from dflop.costs.clocks import sm_mhz
 from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
 from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS, Measured, write_measured
@@ -84,7 +85,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         time_budget_s=config.costs.time_budget_s,
         room_bytes=bench.room_bytes(),
     )
-    parameters = bench.parameter_sizes()
+    parameters, mhz_before = bench.parameter_sizes(), sm_mhz(device)
     rows: list[dict[str, Any]] = []
     started, compiled = time.monotonic(), compiled_so_far()
 
@@ -113,6 +114,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     if failure:
         raise failure
     device_row = _about(config, request, bench, digest_of_spec(spec), time.monotonic() - started)
+    device_row |= {"sm_mhz_before": mhz_before, "sm_mhz_after": sm_mhz(device)}
     if dist.get_rank() == 0:
         points = pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")
         write_measured(Path(request["out"]), Measured(points, parameters, pl.DataFrame([device_row])))

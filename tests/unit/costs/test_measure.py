@@ -1,7 +1,9 @@
 """Measuring runs the real layers: every piece has its columns, times are times, and bytes are those that live."""
 
 import gc
+import sys
 import weakref
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from dflop.base import UserError
 from dflop.config import ModelConfig
+from dflop.costs import clocks
 from dflop.costs.design import Point, fitted_depths
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.measure import Bench
@@ -114,6 +117,37 @@ def test_bytes_are_measured_in_the_first_repeat_alone(benches):
     assert second["peak_bytes"].null_count() == second["saved_bytes"].null_count() == 2
     assert second["repeat"].to_list() == [1, 1]
     assert (second["seconds"] > 0).all()
+
+
+def test_before_a_point_is_timed_the_device_is_loaded_where_its_clocks_depend_on_that(benches, monkeypatch):
+    """As on a GPU, with tiny matrices."""
+    seen = []
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args: seen.append(len(args[0])) or multiply(*args))
+    monkeypatch.setattr(clocks, "_SIZE", 8)
+    measure(benches["vision"], point_of("vision", "layers", 2))
+    assert not seen  # a CPU needs no load
+    monkeypatch.setitem(clocks._LOAD_S, "cpu", 1e-3)
+    measure(benches["vision"], point_of("vision", "layers", 2))
+    assert set(seen) == {8}
+
+
+def test_clocks_are_those_of_the_driver_and_unknown_where_it_does_not_tell_them(monkeypatch):
+    class DriverError(Exception):
+        pass
+
+    def refuse(_):
+        raise DriverError
+
+    monkeypatch.setitem(clocks._LOAD_S, "cuda", 0.0)
+    assert clocks.sm_mhz(torch.device("cpu")) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert clocks.sm_mhz(torch.device("cuda")) is None
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=DriverError))
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda _: 1755)
+    assert clocks.sm_mhz(torch.device("cuda")) == 1755.0
+    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
+    assert clocks.sm_mhz(torch.device("cuda")) is None
 
 
 def test_what_a_process_holds_beside_its_tensors_grows_with_what_else_it_holds(benches):
