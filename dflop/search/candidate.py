@@ -11,6 +11,7 @@ from dflop.balance import Policy
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
+from dflop.models.loads import main_load
 from dflop.plan import PLACEMENTS, Plan
 from dflop.schedule import Assignment, Cells, Pricer, alone_bytes
 from dflop.search.grouped_batches import GroupedBatches
@@ -27,6 +28,7 @@ class Candidate:
     `steps_s` are the step times of the batches. `memory_bytes` is the peak of each module's fullest rank over the
     batches; the largest of them also covers any sample alone in a microbatch. `busy_s` are the seconds that each
     module's busiest rank computes. `extrapolated` is the share of microbatches with loads outside the measured range.
+    `mean_load` is that of each module's microbatches, in items of encoders and tokens of the LLM.
     """
 
     plan: Plan
@@ -36,6 +38,7 @@ class Candidate:
     memory_bytes: dict[str, float]
     busy_s: dict[str, float]
     extrapolated: float
+    mean_load: dict[str, float]
     bottleneck: str
 
     @property
@@ -146,6 +149,7 @@ class PlanPricer:
             memory_bytes=memory_bytes,
             busy_s={module: float(np.mean(seconds)) for module, seconds in busy.items()},
             extrapolated=float(np.mean(extrapolated)),
+            mean_load={grid.module: self._mean_load(grid.module) for grid in self.plan.grids},
             bottleneck=bottleneck,
         )
 
@@ -156,6 +160,10 @@ class PlanPricer:
             assignment = self._pricer.assign(shapes, *grouped)
             self._assigned[batch] = _Grouped(shapes, assignment, self._pricer.cells(shapes, assignment))
         return self._assigned[batch]
+
+    def _mean_load(self, module: str) -> float:
+        loads = [getattr(own.cells[module].loads, main_load(module)) for own in self._assigned.values()]
+        return float(np.mean(loads))
 
     def _busiest_s(self, busy_s: np.ndarray) -> dict[str, float]:
         """Seconds that each module computes on its busiest rank; the chunks of a rank count together."""

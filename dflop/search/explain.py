@@ -6,7 +6,8 @@ import polars as pl
 import yaml
 
 from dflop.config import Config
-from dflop.costs import CostModel
+from dflop.costs import CostModel, least_load
+from dflop.models.loads import main_load
 from dflop.search.baseline import TODAY, Baseline
 from dflop.search.best_first import SearchResult, more_than
 from dflop.search.candidate import Candidate
@@ -72,7 +73,7 @@ def describe_choice(
     }
     if loading:
         values["loading"] = loading.to_dict()
-    values["next"] = _next_constraint(result, config)
+    values["next"] = _next_constraint(result, config, costs)
     if larger := result.larger:
         values["with_more_memory"] = {"plan": larger.plan.to_dict(), "predicted": _predicted(larger, config)}
     values |= {
@@ -118,7 +119,7 @@ def explain_choice(
                 f"    {baseline.step_s:.3f} s {baseline.step_s / best.step_s:5.2f}x {baseline.priced.idle:6.1%}  "
                 f"{baseline.memory_bytes / 2**30:6.3g} GiB  {baseline.name}\n{'':42}{baseline.plan}"
             )
-    lines += ["", f"next: {_next_constraint(result, config)}"]
+    lines += ["", f"next: {_next_constraint(result, config, costs)}"]
     if note := uneven_note(result, config):
         lines.append(note)
     lines.append(str(beyond))
@@ -177,8 +178,10 @@ def _bound_by(candidate: Candidate, config: Config) -> str:
     return f"memory (it recomputes {which}: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
 
 
-def _next_constraint(result: SearchResult, config: Config) -> str:
+def _next_constraint(result: SearchResult, config: Config, costs: CostModel) -> str:
     best = result.best
+    if launches := _bound_by_launches(best, costs):
+        return launches
     if larger := result.larger:
         needed_gib = max(larger.memory_bytes.values()) / 2**30
         more = f"{more_than(config.cluster.memory_gib, needed_gib)} memory per device ({needed_gib:.3g} GiB)"
@@ -190,6 +193,21 @@ def _next_constraint(result: SearchResult, config: Config) -> str:
         "memory": "memory: with fewer layers recomputed this plan would not fit, nor anything as fast",
     }
     return f"bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
+
+
+def _bound_by_launches(best: Candidate, costs: CostModel) -> str:
+    """The constraint where the module that bounds the plan has microbatches so small that larger ones take as long;
+    else empty."""
+    module = best.bottleneck.removesuffix(" compute")
+    if module not in best.mean_load:
+        return ""
+    least, unit = least_load(costs, module, best.plan.grid(module).layout), main_load(module).removeprefix("num_")
+    if least is None or best.mean_load[module] >= least:
+        return ""
+    return (
+        f"bound by launches: below {least:,.0f} {unit} a microbatch of {module} takes the same time, and this plan's "
+        f"have {best.mean_load[module]:,.0f}; a larger `train.global_batch_size` fills them"
+    )
 
 
 def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -> str:

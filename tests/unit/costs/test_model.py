@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.costs import CostModel, Loads, StageKind, resident_parts, stage_kinds, sync_bytes
+from dflop.costs import CostModel, Loads, StageKind, least_load, resident_parts, stage_kinds, sync_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
 from dflop.plan.layout_key import LayoutKey
@@ -54,6 +54,19 @@ def test_many_microbatches_at_once_are_those_one_by_one(costs, module, num_recom
     assert together.shape == (4, 3, 5)
     for index in np.ndindex(3, 5):
         np.testing.assert_allclose(together[:, *index], ask(Loads(*(load[index] for load in loads))))
+
+
+def test_the_load_below_which_a_layer_takes_the_same_time_is_where_its_constant_no_longer_hides_the_slope(costs):
+    def with_layers(const):
+        forms = {"forward": Coefficients(const, (0, 1e-6, 0, 0)), "backward": Coefficients(2 * const, (0, 2e-6, 0, 0))}
+        times = costs.times | {("llm", LayoutKey(), "layer", False, name): form for name, form in forms.items()}
+        ranges = {("llm", LayoutKey(), False): LoadRange((0, 64, 4096, 4), (0, 65536, 1e9, 9e4))}
+        return dataclasses.replace(costs, times=times, ranges=ranges)
+
+    # 1.25 times the time of 64 tokens: 1 ms + 330 µs.
+    assert least_load(with_layers(1e-3), "llm", LayoutKey()) == pytest.approx(330, rel=0.05)
+    assert least_load(with_layers(1e-5), "llm", LayoutKey()) is None  # time falls with the tokens to the last
+    assert least_load(costs, "llm", LayoutKey()) is None  # nothing says what was measured
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])

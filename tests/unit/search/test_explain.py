@@ -1,5 +1,6 @@
 """What people and files are told of a search: the table, plan.yaml and the explanation, held against recorded ones."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import yaml
 from spaces import LITTLE_GIB, make_config, with_quick_tp_2
 
 from dflop.comparison import price_baselines
+from dflop.costs.fitted import LoadRange
 from dflop.plan import load_plan
+from dflop.plan.layout_key import LayoutKey
 from dflop.search import (
     Baseline,
     beyond_device,
@@ -23,6 +26,7 @@ from dflop.search import (
 from dflop.shapes import SampleShapes
 
 RECORDED = Path(__file__).parent / "recorded"
+PASSES = ("forward", "backward")
 CONTRACT = [
     *("rank", "placement", "vision_tp", "vision_pp", "vision_dp", "llm_tp", "llm_pp", "llm_dp"),
     *("num_microbatches", "checkpointing", "schedule", "step_s", "idle"),
@@ -124,6 +128,26 @@ def test_a_plan_that_is_bound_by_memory_says_that_it_recomputes(search, costs):
     said = yaml.safe_load(describe_choice(search(config), [], config, costs))
     assert said["plan"]["checkpointing"]
     assert "bound by memory (it recomputes some layers: kept, they would not fit into 0.0095 GiB)" in said["why"]
+
+
+def test_a_plan_whose_microbatches_are_too_small_to_take_less_time_is_bound_by_launches(search, costs):
+    config = make_config(4, 8)
+    found = search(config)
+    bound = replace(found, candidates=[replace(found.best, bottleneck="llm compute")], chosen=None)
+    passes = {
+        (*key, name): costs.times[*key, name] for key in [("llm", LayoutKey(), "layer", False)] for name in PASSES
+    }
+    slow = replace(
+        costs,
+        times=costs.times | {key: form.raised_by(1.0) for key, form in passes.items()},
+        ranges={("llm", LayoutKey(), False): LoadRange((0, 64, 4096, 4), (0, 1e6, 1e9, 9e4))},
+    )
+    told = yaml.safe_load(describe_choice(bound, [], config, slow))["next"]
+    own = f"{found.best.mean_load['llm']:,.0f}"
+    assert re.search(
+        rf"bound by launches: below [\d,]+ tokens a microbatch of llm takes the same time, .* {own};", told
+    )
+    assert "launches" not in describe_choice(bound, [], config, costs)
 
 
 def test_baselines_that_do_not_fit_are_named(explain):
