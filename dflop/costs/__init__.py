@@ -6,7 +6,7 @@
 
 from dflop.costs.fit import fit_costs
 from dflop.costs.gradient_sync import hidden_sync_shares, sync_bytes
-from dflop.costs.least_load import least_load
+from dflop.costs.launch_bound import launch_bound_load
 from dflop.costs.link_model import Link, LinkModel, fit_links, measured_communicator_bytes, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
@@ -41,7 +41,7 @@ __all__ = [
     "fit_costs",
     "fit_links",
     "hidden_sync_shares",
-    "least_load",
+    "launch_bound_load",
     "measured_communicator_bytes",
     "read_links",
     "read_measured",

@@ -6,7 +6,7 @@ import polars as pl
 import yaml
 
 from dflop.config import Config
-from dflop.costs import CostModel, least_load
+from dflop.costs import CostModel, launch_bound_load
 from dflop.models.loads import main_load
 from dflop.search.baseline import TODAY, Baseline
 from dflop.search.best_first import SearchResult, more_than
@@ -201,9 +201,10 @@ def _bound_by_launches(best: Candidate, costs: CostModel) -> str:
     module = best.bottleneck.removesuffix(" compute")
     if module not in best.mean_load:
         return ""
-    least, unit = least_load(costs, module, best.plan.grid(module).layout), main_load(module).removeprefix("num_")
+    least = launch_bound_load(costs, module, best.plan.grid(module).layout)
     if least is None or best.mean_load[module] >= least:
         return ""
+    unit = main_load(module).removeprefix("num_")
     return (
         f"bound by launches: below {least:,.0f} {unit} a microbatch of {module} takes the same time, and this plan's "
         f"have {best.mean_load[module]:,.0f}; a larger `train.global_batch_size` fills them"

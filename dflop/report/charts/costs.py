@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from dflop.costs import CostModel, Loads, StageKind, least_load
+from dflop.costs import CostModel, Loads, StageKind, launch_bound_load
 from dflop.models.loads import FEATURES, loads_behind, main_load
 from dflop.plan.layout_key import LayoutKey
 from dflop.report.facts import Facts
@@ -149,7 +149,7 @@ def _throughput(points: pl.DataFrame, costs: CostModel, module: str, tp: int) ->
         f"{_name(module, tp)}: {best['rate'] / smallest['rate']:.1f}x the throughput "
         f"at {best[load]:,} {unit} as at {smallest[load]:,}; line: fitted, dots: measured"
     )
-    if (least := least_load(costs, module, LayoutKey(tp))) is not None:
+    if (least := launch_bound_load(costs, module, LayoutKey(tp))) is not None:
         title += f"; below {least:,.0f} {unit} a microbatch takes the same time (launches bind it)"
     return Panel(title=title, view=view, height=250)
 

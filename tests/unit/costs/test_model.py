@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.costs import CostModel, Loads, StageKind, least_load, resident_parts, stage_kinds, sync_bytes
+from dflop.costs import CostModel, Loads, StageKind, launch_bound_load, resident_parts, stage_kinds, sync_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
 from dflop.plan.layout_key import LayoutKey
@@ -64,9 +64,9 @@ def test_the_load_below_which_a_layer_takes_the_same_time_is_where_its_constant_
         return dataclasses.replace(costs, times=times, ranges=ranges)
 
     # 1.25 times the time of 64 tokens: 1 ms + 330 µs.
-    assert least_load(with_layers(1e-3), "llm", LayoutKey()) == pytest.approx(330, rel=0.05)
-    assert least_load(with_layers(1e-5), "llm", LayoutKey()) is None  # time falls with the tokens to the last
-    assert least_load(costs, "llm", LayoutKey()) is None  # nothing says what was measured
+    assert launch_bound_load(with_layers(1e-3), "llm", LayoutKey()) == pytest.approx(330, rel=0.05)
+    assert launch_bound_load(with_layers(1e-5), "llm", LayoutKey()) is None  # time falls with the tokens to the last
+    assert launch_bound_load(costs, "llm", LayoutKey()) is None  # nothing says what was measured
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])

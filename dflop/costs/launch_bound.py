@@ -6,14 +6,14 @@ from dflop.costs.model import CostModel
 from dflop.models.loads import FEATURES, Loads, main_load
 from dflop.plan.layout_key import LayoutKey
 
-__all__ = ["least_load"]
+__all__ = ["launch_bound_load"]
 
 # Times within this ratio count as equal, and loads over a smaller range than this ratio show nothing.
 _SAME_TIME, _LEAST_RANGE = 1.25, 2.0
 _NUM_LOADS = 200
 
 
-def least_load(costs: CostModel, module: str, layout: LayoutKey) -> float | None:
+def launch_bound_load(costs: CostModel, module: str, layout: LayoutKey) -> float | None:
     """The load (items of encoders, tokens of the LLM) below which a layer's forward and backward take the same time,
     within a quarter: launching kernels and reading weights bound it. None where time falls with the load down to the
     least measured one.
