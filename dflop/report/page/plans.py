@@ -110,7 +110,7 @@ def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> tuple[tuple[s
         facts.append(("fullest device", f"{held:.3g} of {memory_gib:.3g} GiB (predicted)"))
     if loading := text.get("loading"):
         processes = loading["processes"]
-        facts.append(("loading", f"{processes} process{'es' * (processes != 1)} a rank"))
+        facts.append(("loading", f"{processes} process{'es' * (processes != 1)} on the rank that loads most"))
     return tuple(facts)
 
 
