@@ -65,9 +65,7 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
         return
     names = _of_slurm("hostnames", nodes).split()
     if len(names) < num_nodes:
-        raise UserError(
-            f"`cluster.num_nodes` is {num_nodes}, and this Slurm job has {len(names)} node(s); ask for more"
-        )
+        raise UserError(f"`cluster.num_nodes` is {num_nodes}, this Slurm job has {len(names)} node(s); make them equal")
     with _listener(names[1]) as listener:
         address, port, *_ = listener.getsockname()
         with written_whole(told) as path:
