@@ -115,7 +115,7 @@ def _chunks(num_targets: int, num_at_once: int) -> list[slice]:
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add `left @ right` to a total that may be wider (fp32 for bf16), without making another matrix as large."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        torch.addmm(total, left, right, out=total)
     elif total.is_cuda or isinstance(total, FakeTensor):  # counted costs are of GPUs
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
