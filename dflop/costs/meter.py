@@ -92,9 +92,8 @@ class Meter(LiveBytes):
             work.attention_flops += _attention_flops(name, dict(zip(names, args, strict=False)) | kwargs)
             self._count_moved(inputs, outputs, product=True)
         elif function.overloadpacket in flop_registry:
-            # The fourth argument of an `addmm`, if there is one, is the dtype of its result.
-            matrix, args = (args[2], args[:3]) if name == "addmm" else (args[1], args)
             work.product_flops += flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
+            matrix = args[2] if name == "addmm" else args[1]
             work.matrices[_key(matrix)] = matrix.numel() if name != "bmm" else 0
             self._count_moved(inputs, outputs, product=True)
         elif name in _FREE or not outputs or (not is_changed and {_key(tensor) for tensor in outputs} <= _keys(inputs)):
