@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from layout_plans import PLANS
+from stage_cases import part_of
 from torch.distributed.tensor import DTensor
-from whole_model import build_whole_model, loss_of_batch, optimizer_of, part_of
+from whole_model import build_whole_model, loss_of_batch, optimizer_of
 
 from dflop.config import ClusterConfig, Config, ScheduleConfig, load_config
 from dflop.costs import CostModel

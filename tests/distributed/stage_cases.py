@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from whole_model import part_of
 
 from dflop.models import ModelSpec, family_of, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.presets import TINY_LLM
 from dflop.models.stages import Stage
-from dflop.models.tensor_group import ALONE, TensorGroup
+from dflop.models.tensor_group import ALONE, Shard, TensorGroup
 
-__all__ = ["DEPTH", "Case", "build", "forward"]
+__all__ = ["DEPTH", "Case", "build", "forward", "part_of"]
 
 DEPTH = TINY_LLM["num_hidden_layers"]  # as many as of the encoders'
 _PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
@@ -116,3 +115,12 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
         return features, [stage(stage.embed(batch, [features]), batch)]
     hidden = draw(*stage.hidden_shape(40, stage.layers.start)).requires_grad_()
     return hidden, [stage(hidden, batch)]
+
+
+def part_of(whole: torch.Tensor, shard: Shard | None, shape: torch.Size) -> torch.Tensor:
+    """What a rank holds of a parameter."""
+    if shard is None:
+        return whole
+    stacked = whole.unflatten(shard.dim, (shard.num_stacked, -1))
+    own = stacked.narrow(shard.dim + 1, shard.start, shape[shard.dim] // shard.num_stacked)
+    return own.flatten(shard.dim, shard.dim + 1)

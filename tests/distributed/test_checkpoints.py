@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import print_to, spawn
+from stage_cases import part_of
 from torch import nn
 from torch.distributed.tensor import DTensor
-from whole_model import part_of
 
 from dflop.config import TrainConfig, load_config
 from dflop.plan import Grid, Plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import spawn
-from whole_model import part_of
+from stage_cases import part_of
 
 from dflop.config import load_config
 from dflop.models import family_names, load_model_spec, load_runtime

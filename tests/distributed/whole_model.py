@@ -8,13 +8,12 @@ from transformers import PreTrainedModel
 from dflop.config import Config
 from dflop.loading.dataset import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.models import ModelSpec, load_model_spec, load_runtime
-from dflop.models.tensor_group import Shard
 from dflop.models.weights import norms_in_float64
 from dflop.shapes import SampleShapes, ShapeReader, list_sources
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.text import ChatTokenizer, tokenizer_folder
 
-__all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "part_of", "reader_of"]
+__all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "reader_of"]
 
 
 def reader_of(config) -> ShapeReader:
@@ -40,15 +39,6 @@ def build_whole_model(config: Config) -> PreTrainedModel:
     model.load_state_dict(weights)
     norms_in_float64(model)
     return model.double().train()
-
-
-def part_of(whole: torch.Tensor, shard: Shard | None, shape: torch.Size) -> torch.Tensor:
-    """What a rank holds of a parameter."""
-    if shard is None:
-        return whole
-    stacked = whole.unflatten(shard.dim, (shard.num_stacked, -1))
-    own = stacked.narrow(shard.dim + 1, shard.start, shape[shard.dim] // shard.num_stacked)
-    return own.flatten(shard.dim, shard.dim + 1)
 
 
 def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:

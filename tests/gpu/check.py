@@ -64,6 +64,7 @@ class Check:
       by name. It is imported only where it runs, since it may need packages that are not there.
     - `seconds`: what it is expected to take on an H100, and with `--fast` `fast_s`, which leaves out the check if it is
       None. It is ended after three times as many seconds and a minute.
+    - `needs`: packages that commands which it starts import, so that without them it is skipped.
     - `limits`: by the beginning of a figure's name. A figure with no limit is for people to read.
     """
 
@@ -73,6 +74,7 @@ class Check:
     seconds: float
     limits: Mapping[str, Limit] = field(default_factory=dict)
     fast_s: float | None = None
+    needs: tuple[str, ...] = ()
 
     @property
     def longest_s(self) -> float:
@@ -80,6 +82,8 @@ class Check:
 
     def measure(self, setting: Setting) -> Figures:
         """The figures, measured in this process."""
+        for package in self.needs:
+            import_module(package)
         module, _, name = self.run.partition(":")
         function: Callable[[Setting], Figures] = getattr(import_module(f"{__package__}.{module}"), name)
         return function(setting)

@@ -5,6 +5,8 @@ from tests.gpu.check import Check, at_least, at_most, between
 
 __all__ = ["CHECKS"]
 
+_OF_COMMANDS = ("av", "braceexpand", "duckdb", "omegaconf", "soundfile")
+
 CHECKS = (
     Check(
         name="gradients",
@@ -30,6 +32,7 @@ CHECKS = (
         name="trainer",
         shows="a run that is killed and resumed is the run that was not; it is evaluated and exported",
         run="trainer:killed_and_resumed",
+        needs=_OF_COMMANDS,
         seconds=150,
         limits={
             "losses of a resumed run, beyond": at_most(0),
@@ -86,6 +89,7 @@ CHECKS = (
         name="costs",
         shows="profile-costs of the 7B preset predicts microbatches that no fit has seen, in seconds and bytes",
         run="costs:of_7b",
+        needs=_OF_COMMANDS,
         seconds=480,
         limits={
             "median error of seconds": at_most(0.03, of_card=True),
