@@ -82,7 +82,8 @@ class MediaLimits:
             raise unreadable(name, f"{rate_hz:,} Hz is no sound's rate ({_LEAST_RATE_HZ:,} to {_MOST_RATE_HZ:,} Hz)")
         if max(rate_hz, SOUND_RATE_HZ) // math.gcd(rate_hz, SOUND_RATE_HZ) > _MOST_IN_RATIO:
             raise unreadable(name, f"its rate of {rate_hz:,} Hz has too little in common with {SOUND_RATE_HZ:,} Hz")
-        counted = num_samples * num_channels * max(rate_hz, _COUNTED_RATE_HZ) // rate_hz
+        # FFmpeg gives 0 channels where a damaged header does.
+        counted = num_samples * max(1, num_channels) * max(rate_hz, _COUNTED_RATE_HZ) // rate_hz
         said = f"{num_samples / rate_hz:,.0f} s at {rate_hz:,} Hz are"
         self._check(name, said, counted, "samples", "max_audio_samples")
 

@@ -217,6 +217,14 @@ def test_a_sound_that_claims_days_is_refused_and_one_that_claims_minutes_is_sile
     assert "(`data.max_audio_samples`); nothing is learned from its sample" in said[0]
 
 
+def test_a_sound_without_channels_is_no_longer_than_others(reader):
+    content = sound("aif")
+    channels_and_length = content.index(b"COMM") + 8
+    claimed = content[:channels_and_length] + struct.pack(">HI", 0, 2_000_000_000) + content[channels_and_length + 6 :]
+    said = refusal(reader, Medium("audio", EmbeddedBytes("s.aif", claimed)))
+    assert "125,000 s at 16,000 Hz are 6,000,000,000 samples" in said
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_a_sound_of_values_that_would_spoil_the_loss_is_silence_of_which_nothing_is_learned(reader, value):
     made = io.BytesIO()
