@@ -25,6 +25,8 @@ _CHUNK_BYTES = 8 << 20
 _LONG_RECORD_BYTES = 256 << 10
 # The first whole record after a damaged one must be shorter than this to be found; a longer one is lost, too.
 _MAX_BYTES_AFTER_DAMAGE = 1 << 20
+# What may be spent in all on looking for records after damage: a look, a long look, and reading on from a record.
+_MAX_SPENT, _SHORT_LOOK, _LONG_LOOK, _READING_ON = 1_000_000, 1, 100, 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _BRACES = tuple(b"{}")
@@ -128,6 +130,7 @@ class JsonListReader(_JsonReader):
     def __init__(self, path: Path, file: BinaryIO, start: int) -> None:
         super().__init__(path, file)
         self._start = start
+        self._spent = 0
 
     def scan(self) -> Iterator[RecordSpan]:
         """Spans between the commas. If the file ends inside its list or goes on after it, the last span is a bad
@@ -194,12 +197,16 @@ class JsonListReader(_JsonReader):
             # A little more than the block, for a match across two of them.
             block = self._read_bytes(first, min(end, first + _CHUNK_BYTES) + 4096)
             for match in _BETWEEN_OBJECTS.finditer(block):
+                if self._spent > _MAX_SPENT:
+                    return None
                 if first + match.start() < end and self._begins_record(first + match.end()):
+                    self._spent += _READING_ON
                     return first + match.start(1), first + match.end()
         return None
 
     def _begins_record(self, at: int) -> bool:
-        for num_bytes in (4096, _MAX_BYTES_AFTER_DAMAGE):  # most objects in a stretch are short turns
+        for num_bytes, price in ((4096, _SHORT_LOOK), (_MAX_BYTES_AFTER_DAMAGE, _LONG_LOOK)):  # most are short turns
+            self._spent += price
             text = self._read_bytes(at, at + num_bytes).decode("utf-8", "replace")
             try:
                 value, length = json.JSONDecoder().raw_decode(text)

@@ -27,6 +27,7 @@ _MAX_BATCH_BYTES = 128 << 20
 _MAX_MEDIA_BYTES = 512 << 20
 # A column's part that has more values, or that unpacks to over 256 MiB and a thousand times its size, is a trap.
 _MAX_VALUES = 1 << 26
+_LONG_BYTES, _MEDIA_RATIO = 32 << 20, 8
 _MAX_UNPACKED_BYTES, _MAX_RATIO = 256 << 20, 1000
 _MAX_ROWS_PER_BYTE = 8
 
@@ -44,11 +45,8 @@ class ParquetReader:
 
         self.path = path
         try:
-            with ParquetFile(path, memory_map=True) as file:
-                schema, self._schema = file.schema, file.schema_arrow
-            columns = map(schema.column, range(len(schema)))
-            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-            self._file = ParquetFile(path, memory_map=True, read_dictionary=texts)
+            self._file = ParquetFile(path, memory_map=True)
+            self._schema = self._file.schema_arrow
         except (ArrowException, OSError, ValueError, LookupError) as error:
             raise UnreadableFile(f"the manifest {path} is not a Parquet file that can be read: {error}") from None
         metadata = self._file.metadata
@@ -84,13 +82,17 @@ class ParquetReader:
     def _read_group(self, group: int) -> "Iterator[tuple[int, pyarrow.RecordBatch | RecordError]]":
         """The batches of a row group, each with its first row; then an error, for the rows that cannot be read."""
         from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
 
         row = int(self._group_ends[group - 1]) if group else 0
         detail = "it ends too early"
         try:
             if self._traps[group]:
                 raise ValueError(self._traps[group])
-            for batch in self._file.iter_batches(self._batch_rows[group], row_groups=[group], use_threads=False):
+            metadata = self._file.metadata
+            texts = _columns_to_unpack_late(metadata.row_group(group))
+            file = ParquetFile(self.path, memory_map=True, metadata=metadata, read_dictionary=texts)
+            for batch in file.iter_batches(self._batch_rows[group], row_groups=[group], use_threads=False):
                 self._is_small = _is_small(batch)
                 yield row, batch.cast(self._schema) if self._is_small else batch
                 row += batch.num_rows
@@ -150,6 +152,23 @@ class DatasetReader:
 def _batch_rows(num_bytes: int, num_rows: int) -> int:
     """How many rows are read at once from `num_rows` rows of `num_bytes`."""
     return int(np.clip(_BATCH_BYTES * num_rows // max(1, num_bytes), 1, _BATCH_ROWS))
+
+
+def _columns_to_unpack_late(group: "pyarrow.parquet.RowGroupMetaData") -> list[str]:
+    """The columns whose values stay in dictionaries until they are counted: Arrow keeps all of a group's values then.
+
+    A long column that hardly shrinks when it is packed is of media, which do not repeat.
+    """
+    columns = [group.column(number) for number in range(group.num_columns)]
+    return [
+        column.path_in_schema
+        for column in columns
+        if column.physical_type == "BYTE_ARRAY"
+        and (
+            column.total_uncompressed_size < _LONG_BYTES
+            or column.total_uncompressed_size > _MEDIA_RATIO * column.total_compressed_size
+        )
+    ]
 
 
 def _trap_in(group: "pyarrow.parquet.RowGroupMetaData") -> str:

