@@ -104,7 +104,7 @@ EACH_TURN = "{% for message in messages %}<s>{{ message.role }}{% endfor %}"
     ("source", "said"),
     [
         ("{% generation %}a", "is not valid Jinja: .*endgenerat"),
-        ("{{ 10 ** 100000 }}", "is not valid Jinja: .*; copy it again .* or mend it"),
+        ("{{ 10 ** 1000000000 }}", "does not end: .* takes more than 1,000,000 steps, .*; copy it again .* or mend it"),
         ("{{ 'a' ~ {[]: 1} }}", "is not valid Jinja: unhashable type"),
         ("{{ " + 5000 * "(" + " }}", "is not valid Jinja: maximum recursion depth exceeded"),
         ("", "writes nothing of what turns say; copy it again .* or mend it"),
