@@ -97,17 +97,19 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
     )
 
 
-def read_plan_file(path: Path) -> dict[str, Any]:
+def read_plan_file(path: Path, *checked: str) -> dict[str, Any]:
     """All sections of a `plan.yaml`: `plan`, and what `dflop plan` says of it. A plan written by hand has only `plan`.
 
     Raises:
-        UserError: when the file is missing or damaged, or when a section is not of its kind.
+        UserError: when the file is missing or damaged, or when a section is not of its kind: one of those `checked`, or
+            any if none is named.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not isinstance(values.get("plan"), dict):
             raise ValueError("no section `plan`")
-        _SECTIONS.validate_python(values, strict=True)
+        sections = checked or tuple(values)
+        _SECTIONS.validate_python({name: values[name] for name in sections if name in values}, strict=True)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; make it with `dflop plan`") from None
     except ValidationError as error:
@@ -126,7 +128,7 @@ def load_plan(path: Path) -> Plan:
     Raises:
         UserError: as `read_plan_file`, and when the plan is impossible.
     """
-    values = read_plan_file(path)
+    values = read_plan_file(path, "plan")
     try:
         return plan_from_dict(values["plan"])
     except UserError as error:

@@ -62,5 +62,5 @@ def read_baselines(plan: Path) -> dict[str, str]:
 
     A `plan.yaml` written by hand has no baselines.
     """
-    said = read_plan_file(plan).get("baselines", [])
+    said = read_plan_file(plan, "baselines").get("baselines", [])
     return {own["name"]: own.get("would_take") or own["why_not"] for own in said}

@@ -250,7 +250,7 @@ def test_files_that_do_not_belong_together_are_refused_in_one_line(costs, measur
         ([llm.with_suffix(".device.parquet")], "has no column 'piece': another version of dflop, or another command"),
         ([tmp_path / "costs.duckdb"], "costs.duckdb: the name of measurements must end in .parquet"),
         ([junk], "junk.parquet is not a Parquet file"),
-        ([tmp_path / "none.parquet"], "none.parquet does not exist; `dflop profile-costs` makes it"),
+        ([tmp_path / "none.parquet"], "none.parquet does not exist; make it with `dflop profile-costs`"),
     ):
         with pytest.raises(UserError) as caught:
             read_measured(paths)
