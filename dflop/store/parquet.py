@@ -48,7 +48,7 @@ def read_parquet(path: Path, *, made_by: str) -> pl.DataFrame:
         if (table.schema.metadata or {}).get(_COLUMNS, columns) != columns:
             raise ValueError("its columns are not those that were written")
         return pl.DataFrame(table)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, pl.exceptions.PanicException) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{path} is not a Parquet file, or it is damaged ({reason}); make it again with `dflop {made_by}`"
