@@ -489,7 +489,7 @@ def test_a_database_without_the_table_says_so(merge):
 
 def test_a_database_can_be_read_by_several_at_once(merge):
     path = merge(("train", 0, [good(0, "a")]))
-    with duckdb.connect(str(path), read_only=True, config={"enable_external_access": "false"}):
+    with duckdb.connect(str(path), read_only=True):
         assert len(read_table(path, "samples", made_by="merge-shapes")) == 1
 
 
