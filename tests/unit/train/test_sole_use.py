@@ -20,9 +20,10 @@ def holder(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("job", "about", "how"),
     [
-        (None, r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", f"`kill {os.getpid()}` there"),
+        (None, r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", r"`kill \d+` there"),
         ("7", r"Slurm job 7, since .{19}", "`scancel 7`"),
     ],
+    ids=["alone", "in a job"],
 )
 def test_a_second_training_is_refused_in_a_line_that_names_the_first(tmp_path, monkeypatch, job, about, how):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -56,7 +57,7 @@ def test_what_is_known_of_a_training_on_another_machine_that_left_no_word_is_sai
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("left", ["", "[]", "{", '{"pid": 3}', holder()])
+@pytest.mark.parametrize("left", ["", "[]", "{", '{"pid": 3}', holder()], ids=["none", "list", "torn", "pid", "whole"])
 def test_a_file_system_without_locks_is_said_with_what_stands_in_the_file(tmp_path, monkeypatch, capsys, left):
     def without(*_):
         raise OSError(38, "Function not implemented")
