@@ -59,14 +59,15 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
     # A job that Slurm has put back into its queue keeps its number.
     step = ".".join(os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
     told, rank = shared / f".meeting-{step}", int(os.environ.get("SLURM_PROCID", "0"))
+    names = _of_slurm("hostnames", nodes).split()
+    if len(names) < num_nodes:
+        raise UserError(f"`cluster.num_nodes` is {num_nodes}, this Slurm job has {len(names)} node(s); make them equal")
     if rank > 0:
         address, port = _told(told)
         yield [_arguments(num_nodes, address, rank=rank, port=port)], []
         return
-    names = _of_slurm("hostnames", nodes).split()
-    if len(names) < num_nodes:
-        raise UserError(f"`cluster.num_nodes` is {num_nodes}, this Slurm job has {len(names)} node(s); make them equal")
-    with _listener(names[1]) as listener:
+    others = [name for name in names if name != os.environ.get("SLURMD_NODENAME", names[0])]
+    with _listener(others[0]) as listener:
         address, port, *_ = listener.getsockname()
         with written_whole(told) as path:
             path.touch(mode=0o600)

@@ -25,7 +25,7 @@ from dflop.loading.sounds import read_sound
 from dflop.models import SOUND_RATE_HZ
 from dflop.models.microbatch import MediaProcessor
 from dflop.shapes.media import frame_indices, header_of_opened, open_clip, open_medium, open_picture
-from dflop.shapes.media_limits import MediaLimits, decoding
+from dflop.shapes.media_limits import MediaLimits, TookTooLong, decoding
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.records import Embedded, Medium, RecordError, resolve_medium
 
@@ -112,6 +112,8 @@ class MediaDecoder:
             frames += self._decoded_frames(file, size)
         except RecordError as error:
             why = _why(error, file)
+            if isinstance(error, TookTooLong):  # how far it came depends on how busy the machine is
+                frames.clear()
         if not frames:
             self._say_blank(medium, f"no frame could be decoded: {why}")
             frames.append(Image.new("RGB", size.pixels))

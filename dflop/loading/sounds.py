@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop.models import SOUND_RATE_HZ
 from dflop.shapes.media import open_clip
-from dflop.shapes.media_limits import MediaLimits, unreadable
+from dflop.shapes.media_limits import MediaLimits, TookTooLong, unreadable
 from dflop.shapes.records import Embedded, RecordError
 from dflop.shapes.sounds import open_sound
 
@@ -71,8 +71,8 @@ def _by_ffmpeg(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
     parts: list[np.ndarray] = []
     try:
         parts += _decoded(medium, limits)
-    except RecordError:
-        if not parts:
+    except RecordError as error:
+        if not parts or isinstance(error, TookTooLong):  # how far it came depends on how busy the machine is
             raise
     return _joined(parts)
 

@@ -16,7 +16,15 @@ from dflop.config import DataConfig
 from dflop.models import SOUND_RATE_HZ
 from dflop.shapes.records import RecordError
 
-__all__ = ["CLIP_FORMATS", "MOST_FRAME_PIXELS", "PICTURE_FORMATS", "MediaLimits", "decoding", "unreadable"]
+__all__ = [
+    "CLIP_FORMATS",
+    "MOST_FRAME_PIXELS",
+    "PICTURE_FORMATS",
+    "MediaLimits",
+    "TookTooLong",
+    "decoding",
+    "unreadable",
+]
 
 # Pillow's names, where MPO counts as JPEG, and FFmpeg's.
 PICTURE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -98,13 +106,18 @@ class MediaLimits:
         Nothing can interrupt a decoder in the middle of a part, so parts have to be small: packets, blocks of samples.
 
         Raises:
-            RecordError: unreadable_media.
+            TookTooLong: the time is over.
         """
         end = time.monotonic() + self.max_decode_s
         for part in parts:
             if time.monotonic() > end:
-                raise unreadable(name, f"it takes more than {self.max_decode_s:g} s to read (`data.max_decode_s`)")
+                why = f"{name}: it takes more than {self.max_decode_s:g} s to read (`data.max_decode_s`)"
+                raise TookTooLong("unreadable_media", why)
             yield part
+
+
+class TookTooLong(RecordError):
+    """A medium takes longer to read than it may."""
 
 
 @contextmanager

@@ -61,11 +61,11 @@ class SchedulePublisher(threading.Thread):
                 encoded = self._from_service(step) or self._from_stand_in(step)
                 if encoded is None:
                     return  # closed
+                self._store.set(f"schedule/{step}", encoded)
             except Exception as error:
                 # Every rank waits for this step's schedule: tell them, so that none waits forever.
                 self._store.set(f"schedule/{step}", _FAILED + f"{type(error).__name__}: {error}".encode())
                 raise
-            self._store.set(f"schedule/{step}", encoded)
 
     def step_started(self, step: int, measured: MeasuredStep | None) -> None:
         """Tell the service that a step begins, and the measured times of an earlier step, if they are known by now."""

@@ -94,7 +94,8 @@ class PeerWatch(threading.Thread):
         woke = time.monotonic()
         try:
             while not self._closed.wait(self._between_s):
-                self._give_sign()
+                with contextlib.suppress(OSError):  # a store in a folder, whose disk is full for a moment
+                    self._give_sign()
                 now, last, woke = time.monotonic(), woke, time.monotonic()
                 with self._lock:
                     if now - last > 3 * self._between_s + 1:
@@ -143,7 +144,8 @@ class PeerWatch(threading.Thread):
                 )
         # torchrun would send SIGTERM first, and wait for half a minute before it kills a process that hangs. What the
         # store says is believed of processes that torchrun has started here alone.
-        for pid in {now[rank]["pid"] for rank in silent}.intersection(children_of(os.getppid())) - {os.getpid()}:
+        here = {now[rank]["pid"] for rank in silent if now[rank]["host"] == self._about["host"]}
+        for pid in here.intersection(children_of(os.getppid())) - {os.getpid()}:
             with contextlib.suppress(OSError):  # another rank may have killed it already
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)

@@ -4,6 +4,7 @@ Nothing that is no picture, clip or sound of a listed format is opened; no heade
 """
 
 import io
+import itertools
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from dflop.config import DataConfig, load_config
 from dflop.loading.decoding import MediaDecoder
 from dflop.models import load_model_spec
-from dflop.shapes import ShapeReader
+from dflop.shapes import ShapeReader, media_limits
 from dflop.shapes.media_limits import decoding
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.records import EmbeddedBytes, Medium, Record, RecordError
@@ -267,6 +268,19 @@ def test_a_medium_that_takes_too_long_is_blank(reader, name):
     assert "nothing is learned from its sample" in said[0]
     if name == "clip.mkv":  # whose frames are counted
         refusal(hasty, medium)
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "sound.m4a"])
+def test_nothing_is_learned_of_a_medium_whose_time_is_over_in_the_middle(reader, name, monkeypatch):
+    """How far it came depends on how busy the machine is."""
+    medium = Medium("video" if name.startswith("clip") else "audio", EmbeddedBytes(name, HASTY[name]))
+    size = profiled(reader, medium, Path())
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(media_limits.time, "monotonic", lambda: next(clock))
+    hasty = replace(reader, data=replace(reader.data, max_decode_s=3))  # the first part is in time, the second is not
+    _, said, is_blank = loaded(hasty, medium, size, Path())
+    assert is_blank
+    assert "it takes more than 3 s to read" in said[0]
 
 
 def test_whatever_a_decoder_raises_is_a_refusal_that_says_what_it_was():

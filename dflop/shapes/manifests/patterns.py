@@ -41,7 +41,10 @@ def matches_of(path: Path) -> Iterator[tuple[str, list[Path]]]:
     except UnbalancedBracesError:
         patterns = iter([str(path)])
     for pattern in patterns:
-        yield pattern, [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, _Search(pattern).found()))
+        yield (
+            pattern,
+            [Path(pattern)] if os.path.exists(pattern) else sorted(map(Path, _Search(pattern).found()), key=str),
+        )
 
 
 def _num_names(pattern: str) -> int:

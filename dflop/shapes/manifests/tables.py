@@ -58,6 +58,8 @@ class ParquetReader:
         self._group_ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
         self._batch_rows = [_batch_rows(group.total_byte_size, group.num_rows) for group in groups]
         self._group, self._is_small = -1, False
+        # The same file, by the columns that stay in dictionaries.
+        self._files: dict[tuple[str, ...], ParquetFile] = {}
         self._batches: Iterator[tuple[int, pyarrow.RecordBatch | RecordError]] = iter(())
         self._first, self._batch = 0, None
 
@@ -91,8 +93,12 @@ class ParquetReader:
                 raise ValueError(self._traps[group])
             metadata = self._file.metadata
             texts = _columns_to_unpack_late(metadata.row_group(group))
-            file = ParquetFile(self.path, memory_map=True, metadata=metadata, read_dictionary=texts)
-            for batch in file.iter_batches(self._batch_rows[group], row_groups=[group], use_threads=False):
+            if texts not in self._files:
+                how = {"metadata": metadata, "read_dictionary": list(texts)}
+                self._files[texts] = ParquetFile(self.path, memory_map=True, **how)
+            for batch in self._files[texts].iter_batches(
+                self._batch_rows[group], row_groups=[group], use_threads=False
+            ):
                 self._is_small = _is_small(batch)
                 yield row, batch.cast(self._schema) if self._is_small else batch
                 row += batch.num_rows
@@ -104,7 +110,8 @@ class ParquetReader:
         from pyarrow import default_memory_pool
 
         self._batches, self._batch = iter(()), None
-        self._file.close()
+        for file in (self._file, *self._files.values()):
+            file.close()
         default_memory_pool().release_unused()  # the pool would otherwise keep its peak size
 
 
@@ -154,13 +161,13 @@ def _batch_rows(num_bytes: int, num_rows: int) -> int:
     return int(np.clip(_BATCH_BYTES * num_rows // max(1, num_bytes), 1, _BATCH_ROWS))
 
 
-def _columns_to_unpack_late(group: "pyarrow.parquet.RowGroupMetaData") -> list[str]:
+def _columns_to_unpack_late(group: "pyarrow.parquet.RowGroupMetaData") -> tuple[str, ...]:
     """The columns whose values stay in dictionaries until they are counted: Arrow keeps all of a group's values then.
 
     A long column that hardly shrinks when it is packed is of media, which do not repeat.
     """
     columns = [group.column(number) for number in range(group.num_columns)]
-    return [
+    return tuple(
         column.path_in_schema
         for column in columns
         if column.physical_type == "BYTE_ARRAY"
@@ -168,7 +175,7 @@ def _columns_to_unpack_late(group: "pyarrow.parquet.RowGroupMetaData") -> list[s
             column.total_uncompressed_size < _LONG_BYTES
             or column.total_uncompressed_size > _MEDIA_RATIO * column.total_compressed_size
         )
-    ]
+    )
 
 
 def _trap_in(group: "pyarrow.parquet.RowGroupMetaData") -> str:

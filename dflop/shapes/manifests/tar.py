@@ -26,7 +26,7 @@ _SUFFIXES = {
 }
 _TEXTS = (".json", ".txt")
 # The most bytes of a header that holds a long name or attributes of the next member.
-_MAX_HEADER_BYTES = 16 << 10
+_MAX_HEADER_BYTES = 1 << 20
 _DESCRIBING = (b"x", b"g", b"X", b"L", b"K")
 # What reading a truncated or damaged archive raises.
 _DAMAGE = (tarfile.TarError, OSError)

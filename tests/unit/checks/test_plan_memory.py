@@ -156,7 +156,7 @@ def test_a_frozen_encoder_keeps_nothing_before_its_projector(name, costs_file):
         for category in MEMORY_CATEGORIES[:3]:
             assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.05), (rank, category)
         trained = check_rank(load_config(CONFIG), plan, costs, LOAD, rank)
-        assert checked.predicted["activations"] < 0.95 * trained.predicted["activations"]
+        assert checked.predicted["activations"] < 0.97 * trained.predicted["activations"]
         assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
 
 

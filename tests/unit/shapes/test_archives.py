@@ -160,7 +160,7 @@ def test_a_sparse_member_costs_its_sample_and_is_not_unfolded(records_of, suffix
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ({"comment": "x" * 20_000}, "a header of 20,015 bytes"),
+        ({"comment": "x" * 2_000_000}, "a header of 2,000,017 bytes"),
         ({"GNU.sparse.map": "0,x"}, "invalid literal"),
     ],
 )
