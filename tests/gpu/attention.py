@@ -5,6 +5,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflop.models.attention import packed_attention
+from dflop.models.microbatch import SegmentEnds
 from tests.gpu.check import Figures, Setting
 from tests.gpu.clock import seconds_of
 from tests.gpu.gradients import attention_kernels
@@ -58,7 +59,8 @@ def _ends(num_tokens: int, count: int) -> list[int]:
 
 def _passes(tensors: list[torch.Tensor], ends: list[int], is_causal: bool) -> list[torch.Tensor]:
     """The output and the gradients of the tensors, for an output gradient of the output's own values."""
-    made, _ = packed_attention(None, *tensors, None, segment_ends=ends, is_causal=is_causal)
+    at = SegmentEnds(ends).to(tensors[0].device)
+    made, _ = packed_attention(None, *tensors, None, segment_ends=at, is_causal=is_causal)
     return [made.detach(), *torch.autograd.grad(made, tensors, made.detach())]
 
 
@@ -72,8 +74,10 @@ def _seconds_beside(drawn: list[torch.Tensor], is_causal: bool, device: torch.de
     num_tokens = tensors[0].shape[2]
     num_sharing = tensors[0].shape[1] // tensors[1].shape[1]
 
+    ends = SegmentEnds([num_tokens]).to(device)
+
     def packed() -> None:
-        made, _ = packed_attention(None, *tensors, None, segment_ends=[num_tokens], is_causal=is_causal)
+        made, _ = packed_attention(None, *tensors, None, segment_ends=ends, is_causal=is_causal)
         torch.autograd.grad(made, tensors, made.detach())
 
     query, *others = tensors

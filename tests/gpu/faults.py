@@ -8,6 +8,7 @@ from stage_cases import Case, build
 from dflop.costs.design import Point
 from dflop.models.compilation import compile_layers, compiles_layers
 from dflop.models.compile_log import compiled_so_far
+from dflop.models.microbatch import SegmentEnds
 from tests.gpu.benches import bench_of, spec_of
 from tests.gpu.check import Figures, Setting
 
@@ -44,9 +45,9 @@ def _with_new_lengths(setting: Setting) -> Figures:
         length = 8 + 13 * number
         hidden = torch.randn(1, length, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
         rotary = stage.hf.model.language_model.rotary_emb(hidden, torch.arange(length, device=setting.device)[None])
-        made = hidden
+        made, ends = hidden, SegmentEnds([length // 2, length]).to(hidden.device)
         for layer in stage.hf.model.language_model.layers:
-            made = layer(made, attention_mask=None, position_embeddings=rotary, segment_ends=[length // 2, length])
+            made = layer(made, attention_mask=None, position_embeddings=rotary, segment_ends=ends)
         made.sum().backward()
     compiled = compiled_so_far()
     return {

@@ -108,7 +108,7 @@ def test_positions_that_run_on_from_sample_to_sample_are_found(checked, monkeypa
 
     def running_on(llm_tokens):
         _, ends = segments_of(llm_tokens)
-        return torch.arange(ends[-1]), ends
+        return torch.arange(ends.ends[-1]), ends
 
     monkeypatch.setattr(loading, "segments_of", running_on)
     found = checked("llava_onevision")

@@ -74,7 +74,7 @@ def test_in_fp32_on_gpus_key_value_heads_are_repeated_which_the_kernel_without_a
         seen.append((query.shape[1], key.shape[1], value.shape[1]))
         return plain(query, key, value, **how)
 
-    tensors, ends = draw(9, 6, 2, 8, seed=0), [2, 4, 9]
+    tensors, ends = draw(9, 6, 2, 8, seed=0), SegmentEnds([2, 4, 9])
     expected, _ = packed_attention(None, *tensors, None, segment_ends=ends)
     of_grouped = torch.autograd.grad(expected.sum(), tensors)
     monkeypatch.setattr(attention, "_REPEATS_HEADS_ON", {"cpu"})

@@ -375,6 +375,7 @@ def test_a_command_run_by_hand_leaves_nothing_where_it_was_run_and_a_workflow_ke
 
 def test_where_neither_folder_can_be_written_the_temporary_one_serves(monkeypatch):
     Path("occupied").write_text("no folder")
+    Path("passing").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("occupied").absolute()))
     monkeypatch.setattr("tempfile.tempdir", str(Path("passing").absolute()))
     list_shards(write_source(make_records(4)), 10, 0)

@@ -402,8 +402,7 @@ def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
             if item.op is Op.FORWARD:
                 held[cell] = kept[cell]
             fullest = max(fullest, sum(held.values()) + transient[cell])
-            module = program.nodes[item.node].module
-            if item.op is Op.BACKWARD or (module != "llm" and module in frozen):
+            if item.op is Op.BACKWARD or not TrainedSet(frozen).has_backward(program.nodes[item.node]):
                 del held[cell]
         assert peaks[worker] == pytest.approx(fullest)
         assert not held
