@@ -207,7 +207,7 @@ def _tied_checkpoint(path: Path, config: dict) -> Path:
     model.lm_head.weight = model.model.language_model.embed_tokens.weight
     model.save_pretrained(path)
     for file in BUNDLED_TOKENIZER.iterdir():
-        if not (path / file.name).exists():
+        if file.is_file() and not (path / file.name).exists():
             shutil.copy(file, path / file.name)
     return path
 
