@@ -66,8 +66,8 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
         address, port = _told(told)
         yield [_arguments(num_nodes, address, rank=rank, port=port)], []
         return
-    others = [name for name in names if name != os.environ.get("SLURMD_NODENAME", names[0])]
-    with _listener(others[0]) as listener:
+    own = os.environ.get("SLURMD_NODENAME", names[0])
+    with _listener(next((name for name in names if name != own), names[1])) as listener:
         address, port, *_ = listener.getsockname()
         with written_whole(told) as path:
             path.touch(mode=0o600)
