@@ -62,6 +62,8 @@ class FolderStore(dist.Store):
             return True
         return False
 
+    deleteKey = delete_key  # by this name torch's `PrefixStore` asks for it
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key that nobody has set, and return its value; empty while another process is setting it."""
         assert not expected

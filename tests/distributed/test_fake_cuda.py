@@ -99,7 +99,7 @@ def _checkpoint(path: Path, config: dict) -> Path:
     if not path.exists():
         build_whole_model(load_config(config)).float().save_pretrained(path)
         for file in BUNDLED_TOKENIZER.iterdir():
-            if not (path / file.name).exists():
+            if file.is_file() and not (path / file.name).exists():
                 shutil.copy(file, path / file.name)
     return path
 
