@@ -124,12 +124,11 @@ def _of_attention() -> tuple[bool, str | None]:
     try:
         import torch
 
-        from dflop.models.attention import kernel_name
+        from dflop.models.attention import is_hopper, kernel_name
     except (ImportError, OSError):
         return False, None
-    has_card = torch.cuda.is_available()
-    name = kernel_name(torch.device("cuda" if has_card else "cpu"), torch.bfloat16)
-    return has_card and torch.cuda.get_device_capability()[0] == 9, name
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return is_hopper(device), kernel_name(device, torch.bfloat16)
 
 
 def _of_driver() -> tuple[str | None, int]:

@@ -108,9 +108,10 @@ class CostModel(FittedCosts):
         """Bytes of a stage's parameters on one rank, in fp32."""
         return self._parameter_bytes(kind, kind.parts)
 
-    def trained_parameter_bytes(self, kind: StageKind) -> float:
-        """Those of `stage_parameter_bytes` that have gradients."""
-        return self._parameter_bytes(kind, kind.trained_parts)
+    def trained_and_frozen_bytes(self, kind: StageKind) -> tuple[float, float]:
+        """`stage_parameter_bytes` divided into those that have gradients and those that have none."""
+        trained_bytes = self._parameter_bytes(kind, kind.trained_parts)
+        return trained_bytes, self.stage_parameter_bytes(kind) - trained_bytes
 
     def _parameter_bytes(self, kind: StageKind, parts: Sequence[tuple[str, int]]) -> float:
         self.require(kind.module, kind.layout)

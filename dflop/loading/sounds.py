@@ -67,7 +67,7 @@ def _resampled(samples: np.ndarray, rate_hz: int) -> np.ndarray:
 
 
 def _by_ffmpeg(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
-    """What can be decoded: a sound that breaks off, or goes on beyond a limit, counts as far as it was read."""
+    """A sound that breaks off, or goes on beyond a limit, counts as far as it was read, e.g. 3 of 5 minutes."""
     parts: list[np.ndarray] = []
     try:
         parts += _decoded(medium, limits)

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from dflop.base.torch_versions import grouped_queries
 from dflop.models.microbatch import SegmentEnds
 
-__all__ = ["PACKED", "OneSegment", "kernel_name", "packed_attention"]
+__all__ = ["PACKED", "OneSegment", "is_hopper", "kernel_name", "packed_attention"]
 
 PACKED = "dflop_packed"
 # The packages whose `flash_attn_varlen_func` is used, the fastest first. The first one runs on Hopper only.
@@ -57,7 +57,7 @@ class OneSegment:
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     """The kernel of packed attention: `flash-attn 3`, `flash-attn 2`, `torch varlen`, or `sdpa`, which is torch's
     scaled-dot-product attention segment by segment."""
-    return _flash_attention(_is_hopper(device))[0] if _has_varlen(device, dtype) else "sdpa"
+    return _flash_attention(is_hopper(device))[0] if _has_varlen(device, dtype) else "sdpa"
 
 
 def packed_attention(
@@ -116,7 +116,7 @@ def _varlen(
     if isinstance(query, FunctionalTensor):
         bounds = query.new_empty(0, dtype=torch.int32)  # a trace would hold the values
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    flash = None if is_fake else _flash_attention(_is_hopper(query.device))[1]
+    flash = None if is_fake else _flash_attention(is_hopper(query.device))[1]
     if flash is not None:
         attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=is_causal)
         if isinstance(attended, tuple):  # early versions of flash-attn 3 return log-sum-exps as well
@@ -142,7 +142,8 @@ def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether flash-attn 3 runs on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

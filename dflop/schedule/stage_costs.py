@@ -176,10 +176,6 @@ class StageCosts:
         """`memories` of one stage as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
         return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
 
-    def parameter_bytes(self, stage: StageReplicas) -> float:
-        """Bytes of a stage's parameters on one rank, in fp32 and before they are sharded among replicas."""
-        return self.costs.stage_parameter_bytes(self.kind(stage))
-
     def resident_bytes(self, stage: StageReplicas) -> float:
         """Bytes of parameters, gradients and the rank's share of optimiser state."""
         return sum(self.resident_parts(stage))
@@ -187,16 +183,13 @@ class StageCosts:
     def resident_parts(self, stage: StageReplicas) -> Resident:
         """The parts of `resident_bytes`."""
         kind, num_shards = self.kind(stage), self.plan.grid(stage.module).num_shards
-        trained_bytes = self.costs.trained_parameter_bytes(kind)
-        frozen_bytes = self.costs.stage_parameter_bytes(kind) - trained_bytes
-        return resident_parts(
-            trained_bytes, frozen_bytes, stage.dp, value_bytes=self._value_bytes, num_shards=num_shards
-        )
+        both = self.costs.trained_and_frozen_bytes(kind)
+        return resident_parts(*both, stage.dp, value_bytes=self._value_bytes, num_shards=num_shards)
 
     def sync_bytes(self, stage: StageReplicas) -> float:
         """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""
         num_shards = self.plan.grid(stage.module).num_shards
-        trained_bytes = self.costs.trained_parameter_bytes(self.kind(stage))
+        trained_bytes, _ = self.costs.trained_and_frozen_bytes(self.kind(stage))
         return float(sync_bytes(trained_bytes, value_bytes=self._value_bytes, num_shards=num_shards))
 
     def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:

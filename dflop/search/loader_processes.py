@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from dflop.base import UserError
 from dflop.config import ClusterConfig
 from dflop.loading import LoadingTimes
-from dflop.plan import Plan
+from dflop.plan import Plan, read_plan_file
 from dflop.step import nodes_of, workers_of
 
 __all__ = ["LoadingNeed", "loading_need", "loading_note", "planned_loaders"]
@@ -104,7 +103,7 @@ def planned_loaders(plan_path: Path, world_size: int) -> list[int]:
     Raises:
         UserError: when plan.yaml does not have a whole number for each rank.
     """
-    loading = (yaml.safe_load(plan_path.read_text(encoding="utf-8")) or {}).get("loading") or {}
+    loading = read_plan_file(plan_path, "loading").get("loading") or {}
     said = str(loading.get("processes_of_ranks", " ".join([str(loading.get("processes", 1))] * world_size)))
     numbers = said.split()
     if len(numbers) != world_size or not all(number.isdecimal() for number in numbers):

@@ -241,9 +241,7 @@ class LeastMemory:
             # The input, unless a recomputed layer keeps it anyway, and the output.
             num_held = (kind.is_first or not kind.num_recomputed) + (not kind.is_last)
             own = own + coefficients(num_tokens=num_held * self._token_bytes)
-        trained_bytes = self.costs.trained_parameter_bytes(kind)
-        frozen_bytes = self.costs.stage_parameter_bytes(kind) - trained_bytes
-        return (trained_bytes, frozen_bytes), own, [(form, 0.0) for form in on_top]
+        return self.costs.trained_and_frozen_bytes(kind), own, [(form, 0.0) for form in on_top]
 
     def _resident(self, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
         """Bytes that ranks always hold of each stage, [num_stages], for `parameter_bytes` of `_stage_bytes`."""

@@ -273,7 +273,7 @@ def _encoder_bounds(
             layers = even_layers(encoder.num_layers, pp)
             for kind in stage_kinds(name, layout, layers, layers if recomputes else (), trained):
                 busy_s = count[at] * kind.total(own_s)
-                trained_bytes = costs.trained_parameter_bytes(kind)
+                trained_bytes, _ = costs.trained_and_frozen_bytes(kind)
                 sync_s = (latency_s + trained_bytes * byte_s) * (trained_bytes > 0)
                 rest_s = (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
                 alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)

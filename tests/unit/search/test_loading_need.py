@@ -126,28 +126,28 @@ def test_each_machine_has_its_own_cores():
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [
-        ("plan: {}", [1, 1, 1]),
         ("", [1, 1, 1]),
+        ("loading: null", [1, 1, 1]),
         ("loading: {processes: 3}", [3, 3, 3]),
         ("loading: {processes: 3, processes_of_ranks: 3 0 1}", [3, 1, 1]),
     ],
 )
 def test_training_takes_the_numbers_from_the_plan(text, numbers, tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text(text)
+    path.write_text(f"plan: {{}}\n{text}")
     assert planned_loaders(path, 3) == numbers
 
 
 def test_the_numbers_of_a_plan_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "plan.yaml"
     found = need(DISJOINT, GPUS, times(vision_s=1.0, llm_s=0.001, num_cores=24))
-    path.write_text(yaml.safe_dump({"loading": found.to_dict()}))
+    path.write_text(yaml.safe_dump({"plan": {}, "loading": found.to_dict()}))
     assert planned_loaders(path, 8) == [max(1, number) for number in found.processes]
 
 
 @pytest.mark.parametrize("value", ["-1 1 1", "many", "1.5 1 1", "true", "1 2", "[1, 1, 1]"])
 def test_numbers_that_cannot_be_are_refused(value, tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text(f"loading: {{processes_of_ranks: {value}}}")
+    path.write_text(f"plan: {{}}\nloading: {{processes_of_ranks: {value}}}")
     with pytest.raises(UserError, match=r"plan.yaml: .*`loading.processes_of_ranks`.* each of the 3 ranks"):
         planned_loaders(path, 3)
