@@ -5,9 +5,9 @@ processors that turn decoded media into the encoders' items. Everything here nee
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.models.tensor_parallel import Divider
 from dflop.models.weights import draw_weights, load_weights, norms_in_float64
 
-__all__ = ["FamilyRuntime", "MadeUpMedia", "config_fields"]
+__all__ = ["FamilyRuntime", "MadeUpMedia"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class FamilyRuntime:
     """The functions by which a family runs its models.
 
     - `architecture`: the Hugging Face class of the whole model.
-    - `make_config(spec, token_ids, vocab_size)`: its config for a tokenizer. `token_ids` has the ids of the media's
-      placeholders, by kind, and of `special_tokens`, by token; the vocabulary has at least `vocab_size` ids.
+    - `token_fields`: the fields of its config that hold ids of a tokenizer, each with the kind of media whose
+      placeholder it is, or with one of `special_tokens`.
     - `cut(model, module, layers)`: removes from a model without weights everything but these layers of the module, and
       returns the stage.
     - `weight_renamings`: (pattern, replacement) pairs, applied in order, from names in checkpoints to the model's. A
@@ -59,7 +59,7 @@ class FamilyRuntime:
     """
 
     architecture: type[PreTrainedModel]
-    make_config: Callable[[ModelSpec, dict[str, int], int], PretrainedConfig]
+    token_fields: Mapping[str, str]
     cut: Callable[[PreTrainedModel, str, range], Stage]
     weight_renamings: tuple[tuple[str, str], ...] = ()
     packs_media: bool = False
@@ -68,6 +68,21 @@ class FamilyRuntime:
     with_depth: Callable[[ModelSpec, str, int], ModelSpec]
     make_up_media: Callable[[ModelSpec, str, int], MadeUpMedia]
     plain_inputs: Callable[[Mapping[str, EncoderBatch], TextBatch], dict[str, torch.Tensor]]
+
+    def make_config(self, spec: ModelSpec, token_ids: Mapping[str, int], vocab_size: int) -> PretrainedConfig:
+        """The Hugging Face config for a tokenizer, with a vocabulary of at least `vocab_size` ids.
+
+        `token_ids` has the ids of the media's placeholders, by kind, and of `special_tokens`, by token. The fields of
+        other tokens keep their defaults.
+        """
+        text = spec.hf_config["text_config"]
+        text = text | {"vocab_size": max(text.get("vocab_size", 0), vocab_size)}
+        fields = {key: value for key, value in spec.hf_config.items() if key != "model_type"} | {"text_config": text}
+        config = self.architecture.config_class(**deepcopy(fields))
+        for field_name, token in self.token_fields.items():
+            if token in token_ids:
+                setattr(config, field_name, token_ids[token])
+        return config
 
     def encoder_batch(
         self,
@@ -147,10 +162,3 @@ def _as_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if dtype == torch.float64:
         norms_in_float64(module)
     return module.to(dtype)
-
-
-def config_fields(spec: ModelSpec, vocab_size: int) -> dict[str, Any]:
-    """The fields of a model's Hugging Face config, with a vocabulary of at least `vocab_size` ids."""
-    text = spec.hf_config["text_config"]
-    text = text | {"vocab_size": max(text.get("vocab_size", 0), vocab_size)}
-    return {key: value for key, value in spec.hf_config.items() if key != "model_type"} | {"text_config": text}

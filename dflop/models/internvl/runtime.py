@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
-from transformers import InternVLConfig, InternVLForConditionalGeneration
+from transformers import InternVLForConditionalGeneration
 
 from dflop.models.internvl.presets import make_spec
 from dflop.models.internvl.processing import InternvlPixels
 from dflop.models.internvl.stages import cut
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
-from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia
 from dflop.models.spec import ModelSpec
 
-__all__ = ["RUNTIME", "make_config"]
+__all__ = ["RUNTIME"]
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version.
 _FIRST_NAMES = (
@@ -21,13 +21,6 @@ _FIRST_NAMES = (
     (r"^language_model\.(model\.)?", "model.language_model."),
     (r"^(vision_tower|multi_modal_projector)\b", r"model.\1"),
 )
-
-
-def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> InternVLConfig:
-    """The Hugging Face config for a tokenizer: its placeholder's id, and a vocabulary that holds all its tokens."""
-    config = InternVLConfig(**config_fields(spec, vocab_size))
-    config.image_token_id = placeholder_ids["image"]  # it stands for frames, too
-    return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
@@ -52,7 +45,7 @@ def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str
 
 RUNTIME = FamilyRuntime(
     architecture=InternVLForConditionalGeneration,
-    make_config=make_config,
+    token_fields={"image_token_id": "image"},  # it stands for frames, too
     cut=cut,
     weight_renamings=_FIRST_NAMES,
     processors={"vision": InternvlPixels},

@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
-from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+from transformers import LlavaOnevisionForConditionalGeneration
 
 from dflop.models.llava_onevision.presets import make_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.stages import cut
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
-from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia
 from dflop.models.spec import ModelSpec
 
-__all__ = ["RUNTIME", "make_config"]
+__all__ = ["RUNTIME"]
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version.
 _FIRST_NAMES = (
@@ -22,14 +22,6 @@ _FIRST_NAMES = (
     (r"^(vision_tower|multi_modal_projector|image_newline)\b", r"model.\1"),
     (r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),
 )
-
-
-def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> LlavaOnevisionConfig:
-    """The Hugging Face config for a tokenizer: its placeholder ids, and a vocabulary that holds all its tokens."""
-    config = LlavaOnevisionConfig(**config_fields(spec, vocab_size))
-    config.image_token_id = placeholder_ids["image"]
-    config.video_token_id = placeholder_ids["video"]
-    return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
@@ -75,7 +67,7 @@ def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str
 
 RUNTIME = FamilyRuntime(
     architecture=LlavaOnevisionForConditionalGeneration,
-    make_config=make_config,
+    token_fields={"image_token_id": "image", "video_token_id": "video"},
     cut=cut,
     weight_renamings=_FIRST_NAMES,
     processors={"vision": LlavaOnevisionPixels},

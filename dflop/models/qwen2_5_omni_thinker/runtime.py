@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.qwen2_5_omni_thinker.layout import lay_out_sounds
@@ -14,10 +14,10 @@ from dflop.models.qwen2_5_omni_thinker.processing import Qwen25OmniPatches, Qwen
 from dflop.models.qwen2_5_omni_thinker.stages import cut
 from dflop.models.qwen2_5_vl import runtime as qwen2_5_vl
 from dflop.models.qwen2_5_vl.layout import lay_out
-from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia
 from dflop.models.spec import ModelSpec
 
-__all__ = ["RUNTIME", "make_config"]
+__all__ = ["RUNTIME"]
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version. In a checkpoint
 # of the whole model, the thinker's names begin with `thinker.`, and the parts that speak are not read.
@@ -27,19 +27,9 @@ _FIRST_NAMES = (
     (r"^(audio_tower|visual)\.", r"model.\1."),
     (r"^model\.(?!language_model\.|visual\.|audio_tower\.)", "model.language_model."),
 )
-_IDS = {"vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>"}
+_IDS = {f"{kind}_token_id": kind for kind in ("image", "video", "audio")}
+_IDS |= {"vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>"}
 _IDS |= {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"}
-
-
-def make_config(spec: ModelSpec, token_ids: dict[str, int], vocab_size: int) -> Qwen2_5OmniThinkerConfig:
-    """The Hugging Face config for a tokenizer: its placeholders' ids, and a vocabulary that holds all its tokens."""
-    config = Qwen2_5OmniThinkerConfig(**deepcopy(config_fields(spec, vocab_size)))
-    for kind in ("image", "video", "audio"):
-        setattr(config, f"{kind}_token_id", token_ids[kind])
-    for field, token in _IDS.items():
-        if token in token_ids:
-            setattr(config, field, token_ids[token])
-    return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
@@ -83,7 +73,7 @@ def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str
 
 RUNTIME = FamilyRuntime(
     architecture=Qwen2_5OmniThinkerForConditionalGeneration,
-    make_config=make_config,
+    token_fields=_IDS,
     cut=cut,
     weight_renamings=_FIRST_NAMES,
     packs_media=True,

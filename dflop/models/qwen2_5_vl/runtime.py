@@ -6,17 +6,17 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.qwen2_5_vl.layout import lay_out
 from dflop.models.qwen2_5_vl.presets import make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.stages import cut
-from dflop.models.runtime import FamilyRuntime, MadeUpMedia, config_fields
+from dflop.models.runtime import FamilyRuntime, MadeUpMedia
 from dflop.models.spec import ModelSpec
 
-__all__ = ["RUNTIME", "fields_with_depth", "make_config", "make_up_media", "plain_inputs"]
+__all__ = ["RUNTIME", "fields_with_depth", "make_up_media", "plain_inputs"]
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version.
 _FIRST_NAMES = (
@@ -26,14 +26,6 @@ _FIRST_NAMES = (
 # The sides of small and large made-up pictures, in items. Both are used, so that `sum_sq_items` is not a function of
 # the number of items. The small ones have the size of the released models' windows.
 _SIDES = (4, 32)
-
-
-def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> Qwen2_5_VLConfig:
-    """The Hugging Face config for a tokenizer: its placeholders' ids, and a vocabulary that holds all its tokens."""
-    config = Qwen2_5_VLConfig(**deepcopy(config_fields(spec, vocab_size)))
-    config.image_token_id = placeholder_ids["image"]
-    config.video_token_id = placeholder_ids["video"]
-    return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
@@ -99,7 +91,7 @@ def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str
 
 RUNTIME = FamilyRuntime(
     architecture=Qwen2_5_VLForConditionalGeneration,
-    make_config=make_config,
+    token_fields={"image_token_id": "image", "video_token_id": "video"},
     cut=cut,
     weight_renamings=_FIRST_NAMES,
     packs_media=True,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.qwen2_5_vl.runtime import make_up_media
@@ -13,21 +13,10 @@ from dflop.models.qwen3_vl.layout import lay_out
 from dflop.models.qwen3_vl.presets import spec_of
 from dflop.models.qwen3_vl.processing import Qwen3VlPatches
 from dflop.models.qwen3_vl.stages import cut
-from dflop.models.runtime import FamilyRuntime, config_fields
+from dflop.models.runtime import FamilyRuntime
 from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME"]
-
-
-def make_config(spec: ModelSpec, placeholder_ids: dict[str, int], vocab_size: int) -> Qwen3VLConfig:
-    """The Hugging Face config for a tokenizer: its placeholders' ids, and a vocabulary that holds all its tokens."""
-    config = Qwen3VLConfig(**deepcopy(config_fields(spec, vocab_size)))
-    config.image_token_id = placeholder_ids["image"]
-    config.video_token_id = placeholder_ids["video"]
-    # For measuring, no ids are given for the tokens around media.
-    config.vision_start_token_id = placeholder_ids.get("<|vision_start|>", config.vision_start_token_id)
-    config.vision_end_token_id = placeholder_ids.get("<|vision_end|>", config.vision_end_token_id)
-    return config
 
 
 def with_depth(spec: ModelSpec, module: str, num_layers: int) -> ModelSpec:
@@ -50,7 +39,8 @@ def plain_inputs(media: Mapping[str, EncoderBatch], text: TextBatch) -> dict[str
 
 RUNTIME = FamilyRuntime(
     architecture=Qwen3VLForConditionalGeneration,
-    make_config=make_config,
+    token_fields={"image_token_id": "image", "video_token_id": "video"}
+    | {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
     cut=cut,
     packs_media=True,
     processors={"vision": Qwen3VlPatches},
