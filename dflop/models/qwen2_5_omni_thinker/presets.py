@@ -9,24 +9,24 @@ from dflop.base import UserError
 from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.qwen2_5_omni_thinker.shapes import SAMPLES_A_FRAME, Qwen25OmniShapes
-from dflop.models.qwen2_5_vl.presets import FRAME, PICTURE, QWEN_3B, pixel_limits, with_axes
+from dflop.models.qwen2_5_vl.presets import (
+    FRAME,
+    PICTURE,
+    QWEN_3B,
+    TINY_VISION,
+    VISION_DEFAULTS,
+    VISION_NAMES,
+    pixel_limits,
+    renamed,
+    usual_names,
+    with_axes,
+)
 from dflop.models.spec import SOUND_RATE_HZ, ModelSpec, encoder_of, vision_and_llm
 
 __all__ = ["PRESETS", "make_spec"]
 
 # What a config.json of the family may leave out, and the values that transformers then takes.
-_VISION_DEFAULTS = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "out_hidden_size": 3584,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
+_VISION_DEFAULTS = {key: value for key, value in VISION_DEFAULTS.items() if key != "tokens_per_second"}
 _AUDIO_DEFAULTS = {
     "num_mel_bins": 128,
     "encoder_layers": 32,
@@ -41,7 +41,6 @@ _POSITIONS_A_SECOND = 25
 # The limit of the released processors: longer sounds are cut off.
 _MOST_SECONDS = 300
 # Aliases that transformers accepts for fields.
-_VISION_NAMES = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _AUDIO_NAMES = {
     "num_hidden_layers": "encoder_layers",
     "num_attention_heads": "encoder_attention_heads",
@@ -68,16 +67,7 @@ def _of_text(text: dict[str, Any], sections: list[int]) -> dict[str, Any]:
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "model_type": "qwen2_5_omni_thinker",
-        "vision_config": _VISION_DEFAULTS
-        | {
-            "depth": 4,
-            "hidden_size": 96,
-            "intermediate_size": 256,
-            "num_heads": 4,
-            "patch_size": 28,
-            "out_hidden_size": TINY_LLM["hidden_size"],
-            "fullatt_block_indexes": [1, 3],
-        },
+        "vision_config": _VISION_DEFAULTS | TINY_VISION,
         "audio_config": _AUDIO_DEFAULTS
         | {
             "num_mel_bins": 80,
@@ -103,8 +93,8 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
         UserError: naming the field that is missing, that the family's rules cannot use, or that contradicts another.
     """
     processor = processor or {}
-    own_vision = _renamed(hf_config.get("vision_config", {}), _VISION_NAMES)
-    own_audio = _renamed(hf_config.get("audio_config", {}), _AUDIO_NAMES)
+    own_vision = renamed(hf_config.get("vision_config", {}), VISION_NAMES)
+    own_audio = renamed(hf_config.get("audio_config", {}), _AUDIO_NAMES)
     text = {"model_type": "qwen2_5_omni_text"} | hf_config.get("text_config", {})
     vision, audio = _VISION_DEFAULTS | own_vision, _AUDIO_DEFAULTS | own_audio
     if text.get("use_sliding_window"):
@@ -129,20 +119,11 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
     check_processor(name, processor, sizes | {"merge_size": rules.merge_size})
     heard = {"feature_size": audio["num_mel_bins"], "sampling_rate": SOUND_RATE_HZ, "hop_length": SAMPLES_A_FRAME}
     check_processor(name, sounds, heard)
-    seen, llm = vision_and_llm(name, vision | _sizes(vision, _VISION_NAMES), text)
+    seen, llm = vision_and_llm(name, vision | usual_names(vision, VISION_NAMES), text)
     return ModelSpec(
         family="qwen2_5_omni_thinker",
         name=name,
         hf_config=hf_config | {"vision_config": own_vision, "audio_config": own_audio, "text_config": text},
-        modules=(seen, encoder_of("audio", _sizes(audio, _AUDIO_NAMES), ("audio",)), llm),
+        modules=(seen, encoder_of("audio", usual_names(audio, _AUDIO_NAMES), ("audio",)), llm),
         rules=rules,
     )
-
-
-def _renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in fields.items()}
-
-
-def _sizes(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The fields under the names that most Hugging Face configs use."""
-    return {usual: fields[own] for usual, own in names.items()}

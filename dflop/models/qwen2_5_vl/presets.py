@@ -13,21 +13,52 @@ from dflop.models.presets import LLMS, TINY_LLM
 from dflop.models.qwen2_5_vl.shapes import PixelLimits, Qwen25VlShapes
 from dflop.models.spec import ModelSpec, vision_and_llm
 
-__all__ = ["FRAME", "PICTURE", "PRESETS", "QWEN_3B", "make_spec", "pixel_limits", "with_axes"]
+__all__ = [
+    "FRAME",
+    "PICTURE",
+    "PRESETS",
+    "QWEN_3B",
+    "TINY_VISION",
+    "VISION_DEFAULTS",
+    "VISION_NAMES",
+    "make_spec",
+    "pixel_limits",
+    "renamed",
+    "usual_names",
+    "with_axes",
+]
 
-_VISION = {
-    "model_type": "qwen2_5_vl_vision",
+# What a config.json of the family may leave out, and the values that transformers then takes.
+VISION_DEFAULTS = {
     "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3456,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
     "num_heads": 16,
     "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "tokens_per_second": 2,
+    "tokens_per_second": 4,
     "window_size": 112,
+    "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+_VISION = VISION_DEFAULTS | {
+    "model_type": "qwen2_5_vl_vision",
+    "hidden_size": 1280,
+    "intermediate_size": 3456,
+    "tokens_per_second": 2,
+}
+TINY_VISION = {
+    "depth": 4,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "patch_size": 28,
+    "out_hidden_size": TINY_LLM["hidden_size"],
+    "fullatt_block_indexes": [1, 3],
+}
+# Aliases that transformers accepts for fields.
+VISION_NAMES = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 
 
 def with_axes(text: dict[str, Any], sections: list[int]) -> dict[str, Any]:
@@ -58,16 +89,7 @@ QWEN_3B = {
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "model_type": "qwen2_5_vl",
-        "vision_config": _VISION
-        | {
-            "depth": 4,
-            "hidden_size": 96,
-            "intermediate_size": 256,
-            "num_heads": 4,
-            "patch_size": 28,
-            "out_hidden_size": TINY_LLM["hidden_size"],
-            "fullatt_block_indexes": [1, 3],
-        },
+        "vision_config": _VISION | TINY_VISION,
         "text_config": with_axes(TINY_LLM, [4, 6, 6]) | {"bos_token_id": None, "eos_token_id": None},
         "tie_word_embeddings": False,
     },
@@ -77,20 +99,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_72b": _qwen(LLMS["qwen2.5_72b"]),
 }
 
-# What a config.json of the family may leave out, and the values that transformers then takes.
-_VISION_DEFAULTS = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "tokens_per_second": 4,
-    "window_size": 112,
-    "out_hidden_size": 3584,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
 # Fields of the LLM, which released checkpoints have at the top level of their config, and not in a `text_config`.
 _TEXT_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -110,7 +118,7 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
     """
     processor = processor or {}
     fields = _in_sections(hf_config)
-    vision, text = _VISION_DEFAULTS | fields["vision_config"], fields["text_config"]
+    vision, text = VISION_DEFAULTS | fields["vision_config"], fields["text_config"]
     if text.get("use_sliding_window"):
         raise UserError(f"the config of {name} has `use_sliding_window`: true; only attention to all tokens is known")
     full_layers = set(vision["fullatt_block_indexes"]) & set(range(vision["depth"]))
@@ -128,12 +136,11 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
     sizes = {"patch_size": rules.patch_size, "temporal_patch_size": rules.temporal_patch_size}
     check_processor(name, processor, sizes | {"merge_size": rules.merge_size})
     check_output_width(name, "vision_config.out_hidden_size", vision["out_hidden_size"], text)
-    layers = {"num_hidden_layers": vision["depth"], "num_attention_heads": vision["num_heads"]}
     return ModelSpec(
         family="qwen2_5_vl",
         name=name,
         hf_config=fields,
-        modules=vision_and_llm(name, vision | layers, text),
+        modules=vision_and_llm(name, vision | usual_names(vision, VISION_NAMES), text),
         rules=rules,
     )
 
@@ -146,11 +153,18 @@ def _in_sections(hf_config: dict[str, Any]) -> dict[str, Any]:
         text = {key: hf_config[key] for key in _TEXT_FIELDS if key in hf_config}
     text = {"model_type": "qwen2_5_vl_text"} | text
     is_tied = hf_config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    vision = dict(hf_config.get("vision_config", {}))
-    for other, own in (("num_hidden_layers", "depth"), ("num_attention_heads", "num_heads")):
-        if other in vision:
-            vision[own] = vision.pop(other)
+    vision = renamed(hf_config.get("vision_config", {}), VISION_NAMES)
     return fields | {"vision_config": vision, "text_config": text, "tie_word_embeddings": is_tied}
+
+
+def renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The fields, with the family's own names for their aliases."""
+    return {names.get(key, key): value for key, value in fields.items()}
+
+
+def usual_names(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The fields under the names that most Hugging Face configs use."""
+    return {usual: fields[own] for usual, own in names.items()}
 
 
 def pixel_limits(processor: dict[str, Any], usual: PixelLimits, name: str) -> PixelLimits:

@@ -10,32 +10,32 @@ from typing import Any
 from dflop.base import UserError
 from dflop.models.checkpoint import check_output_width, check_processor
 from dflop.models.presets import TINY_LLM
-from dflop.models.qwen2_5_vl.presets import pixel_limits
+from dflop.models.qwen2_5_vl.presets import VISION_NAMES, pixel_limits, renamed, usual_names
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.models.qwen3_vl.shapes import Qwen3VlShapes
 from dflop.models.spec import ModelSpec, vision_and_llm
 
 __all__ = ["CLIP", "PICTURE", "PRESETS", "make_spec", "spec_of"]
 
-_VISION = {
-    "model_type": "qwen3_vl_vision",
+# What a config.json of the family may leave out, and the values that transformers then takes.
+_VISION_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
     "num_heads": 16,
     "patch_size": 16,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
 }
-_SMALL_VISION = _VISION | {
+_LARGE_VISION = _VISION_DEFAULTS | {"model_type": "qwen3_vl_vision"}
+_SMALL_VISION = _LARGE_VISION | {
     "depth": 24,
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "deepstack_visual_indexes": [5, 11, 17],
-}
-_LARGE_VISION = _VISION | {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "deepstack_visual_indexes": [8, 16, 24],
 }
 
 
@@ -61,7 +61,7 @@ _TINY_SIZES = {key: value for key, value in TINY_LLM.items() if key not in ("mod
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "model_type": "qwen3_vl",
-        "vision_config": _VISION
+        "vision_config": _LARGE_VISION
         | {
             "depth": 4,
             "hidden_size": 96,
@@ -107,19 +107,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }
 
-# What a config.json of the family may leave out, and the values that transformers then takes.
-_VISION_DEFAULTS = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 3584,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
 # The limits of the released checkpoints' processors, for checkpoints that set none.
 PICTURE, CLIP = PixelLimits(256 * 256, 4096 * 4096), PixelLimits(64 * 64, 24 * 1024 * 1024)
 _MAX_FRAME_TOKENS = 768
@@ -150,11 +137,8 @@ def make_spec(name: str, hf_config: dict[str, Any], processor: dict[str, Any] | 
 
 def spec_of(name: str, hf_config: dict[str, Any], processor: dict[str, Any]) -> ModelSpec:
     """As `make_spec`, but without checking that the vision encoder and the LLM fit each other."""
-    vision = dict(hf_config.get("vision_config", {}))
-    for other, own in (("num_hidden_layers", "depth"), ("num_attention_heads", "num_heads")):
-        if other in vision:
-            vision[own] = vision.pop(other)
-    vision, text = _VISION_DEFAULTS | vision, hf_config.get("text_config", {})
+    vision = _VISION_DEFAULTS | renamed(hf_config.get("vision_config", {}), VISION_NAMES)
+    text = hf_config.get("text_config", {})
     fields = {"tie_word_embeddings": False} | hf_config | {"vision_config": vision, "text_config": text}
     of_clips = processor.get("video_processor", {})
     rules = Qwen3VlShapes(
@@ -169,12 +153,11 @@ def spec_of(name: str, hf_config: dict[str, Any], processor: dict[str, Any]) -> 
     )
     sizes = {"patch_size": rules.patch_size, "temporal_patch_size": rules.temporal_patch_size}
     check_processor(name, processor, sizes | {"merge_size": rules.merge_size})
-    layers = {"num_hidden_layers": vision["depth"], "num_attention_heads": vision["num_heads"]}
     return ModelSpec(
         family="qwen3_vl",
         name=name,
         hf_config=fields,
-        modules=vision_and_llm(name, vision | layers, text),
+        modules=vision_and_llm(name, vision | usual_names(vision, VISION_NAMES), text),
         rules=rules,
         num_deepstack=len(vision["deepstack_visual_indexes"]),
     )
