@@ -75,7 +75,7 @@ class Qwen25VlPatches:
         """Items of a clip, step after step in time, uint8 [num_items, patches a token, values a patch]. If the last
         step lacks frames, the last frame is repeated."""
         rules, processor = self.rules, self.processor
-        rows, columns = self.patches_of_frame(len(frames), *frames[0].size)
+        rows, columns = rules.patches_of_frame(len(frames), *frames[0].size)
         size = SizeDict(height=rows * rules.patch_size, width=columns * rules.patch_size)
         made = []
         for frame in frames:
@@ -84,10 +84,6 @@ class Qwen25VlPatches:
             made.append(PilBackend.resize(processor, pixels, size=size, resample=processor.resample))
         made += [made[-1]] * (-len(made) % rules.temporal_patch_size)
         return self._patches(np.stack(made))
-
-    def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of patches of each of a clip's frames."""
-        return self.rules.patches_of(width, height, self.rules.frame)
 
     def of_videos(self) -> dict[str, Any]:
         """The video processor's settings that differ from the image processor's."""

@@ -7,6 +7,7 @@ compare every number with transformers' own processor and model.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from dflop.config import AudioConfig
 from dflop.models.audio import whisper_audio
 from dflop.models.spec import ItemCount, ShapeRules
 
-__all__ = ["PixelLimits", "Qwen25VlShapes", "whole_tokens"]
+__all__ = ["PatchShapes", "PixelLimits", "Qwen25VlShapes", "whole_tokens"]
 
 _MOST_ASPECT = 200
 
@@ -30,19 +31,14 @@ class PixelLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen25VlShapes(ShapeRules):
-    """The rules of one encoder. A token has `merge_size` patches a side, and a window is `window_size` pixels wide. Of
-    the `num_layers` layers, `num_full_layers` have full and not window attention."""
+class PatchShapes(ShapeRules):
+    """What the rules of Qwen's vision encoders share. A token has `merge_size` patches a side, and a step in time has
+    `temporal_patch_size` frames."""
 
     patch_size: int
     merge_size: int
     temporal_patch_size: int
-    window_size: int
-    tokens_per_second: int
-    num_layers: int
-    num_full_layers: int
     picture: PixelLimits
-    frame: PixelLimits
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -59,11 +55,20 @@ class Qwen25VlShapes(ShapeRules):
         return self.patch_size * self.merge_size
 
     def image(self, width: int, height: int, num_images: int) -> ItemCount:
-        return self._of_grid((1, *self.patches_of(width, height, self.picture)))
+        rows, columns = whole_tokens(width, height, self.token_size, self.picture)
+        return self._of_grid((1, rows * self.merge_size, columns * self.merge_size))
 
     def video(self, num_frames: int, width: int, height: int) -> ItemCount:
         num_steps = math.ceil(num_frames / self.temporal_patch_size)
-        return self._of_grid((num_steps, *self.patches_of(width, height, self.frame)))
+        return self._of_grid((num_steps, *self.patches_of_frame(num_frames, width, height)))
+
+    @abstractmethod
+    def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches of each of a clip's frames.
+
+        Raises:
+            ValueError: when one side is more than 200 times the other.
+        """
 
     def audio(self, seconds: float, audio: AudioConfig) -> ItemCount:
         return whisper_audio(seconds, audio)
@@ -71,33 +76,50 @@ class Qwen25VlShapes(ShapeRules):
     def placeholder(self, kind: str) -> str:
         return {"image": "<|image_pad|>", "video": "<|video_pad|>"}.get(kind, f"<{kind}>")
 
-    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
-        placeholder = self.placeholder(kind)
-        return placeholder if kind == "audio" else f"<|vision_start|>{placeholder}<|vision_end|>"
+    def _of_grid(self, grid: tuple[int, int, int]) -> ItemCount:
+        num_tokens = math.prod(grid) // self.merge_size**2
+        return ItemCount(num_tokens, num_tokens, self.sum_sq_items(grid), grid)
+
+    @abstractmethod
+    def sum_sq_items(self, grid: tuple[int, int, int]) -> float:
+        """The sum of squared numbers of items that attend to each other. The mean over the layers."""
 
     def run_positions(self, kind: str, count: ItemCount, frame_s: float) -> tuple[np.ndarray, int]:
         if kind == "audio":
             return np.tile(np.arange(count.num_tokens), (3, 1)), count.num_tokens
-        num_steps, rows, columns = count.grid[0], count.grid[1] // self.merge_size, count.grid[2] // self.merge_size
+        rows, columns = (length // self.merge_size for length in count.grid[1:])
+        axes = np.meshgrid(self._times(kind, count, frame_s), np.arange(rows), np.arange(columns), indexing="ij")
+        return np.stack([axis.ravel() for axis in axes]), max(rows, columns)
+
+    @abstractmethod
+    def _times(self, kind: str, count: ItemCount, frame_s: float) -> np.ndarray:
+        """The position in time of each step that one placeholder stands for, int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen25VlShapes(PatchShapes):
+    """The rules of one encoder. A window is `window_size` pixels wide. Of the `num_layers` layers, `num_full_layers`
+    have full and not window attention."""
+
+    window_size: int
+    tokens_per_second: int
+    num_layers: int
+    num_full_layers: int
+    frame: PixelLimits
+
+    def in_text(self, kind: str, count: ItemCount, times_s: Sequence[float] = ()) -> str:
+        placeholder = self.placeholder(kind)
+        return placeholder if kind == "audio" else f"<|vision_start|>{placeholder}<|vision_end|>"
+
+    def _times(self, kind: str, count: ItemCount, frame_s: float) -> np.ndarray:
         # In float32, as in transformers: other rounding would sometimes shift a step.
         seconds_a_step = np.float32(self.temporal_patch_size * frame_s)
         interval = np.float32(self.tokens_per_second) * seconds_a_step if kind == "video" else np.float32(1)
-        time = (np.arange(num_steps, dtype=np.float32) * interval).astype(np.int64)
-        axes = np.meshgrid(time, np.arange(rows), np.arange(columns), indexing="ij")
-        return np.stack([axis.ravel() for axis in axes]), max(rows, columns)
+        return (np.arange(count.grid[0], dtype=np.float32) * interval).astype(np.int64)
 
-    def patches_of(self, width: int, height: int, limits: PixelLimits) -> tuple[int, int]:
-        """Rows and columns of patches of a picture or frame.
-
-        Raises:
-            ValueError: when one side is more than 200 times the other.
-        """
-        rows, columns = whole_tokens(width, height, self.token_size, limits)
+    def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
+        rows, columns = whole_tokens(width, height, self.token_size, self.frame)
         return rows * self.merge_size, columns * self.merge_size
-
-    def _of_grid(self, grid: tuple[int, int, int]) -> ItemCount:
-        num_tokens = math.prod(grid) // self.merge_size**2
-        return ItemCount(num_tokens, num_tokens, self.sum_sq_items(grid), grid)
 
     def sum_sq_items(self, grid: tuple[int, int, int]) -> float:
         """The sum of squared numbers of items that attend to each other: those of a picture or step, or in most layers

@@ -18,9 +18,6 @@ class Qwen3VlPatches(Qwen25VlPatches):
     video_processor_type = "Qwen3VLVideoProcessor"
     colours = MappingProxyType({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]})
 
-    def patches_of_frame(self, num_frames: int, width: int, height: int) -> tuple[int, int]:
-        return self.rules.patches_of_frame(num_frames, width, height)
-
     def of_videos(self) -> dict[str, Any]:
         return {
             "size": size_within(self.rules.clip),
