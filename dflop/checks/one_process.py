@@ -30,7 +30,17 @@ from dflop.plan import Plan
 from dflop.shapes import ChatTokenizer, SampleShapes, list_sources, tokenizer_folder
 from dflop.shapes.reader import MediumSize
 
-__all__ = ["Inputs", "PackedSamples", "Pass", "build_plain", "build_stages", "each_stage", "pass_plain", "pass_stages"]
+__all__ = [
+    "Inputs",
+    "PackedSamples",
+    "Pass",
+    "build_plain",
+    "build_stages",
+    "each_stage",
+    "job_of",
+    "pass_plain",
+    "pass_stages",
+]
 
 
 class PackedSamples(NamedTuple):
@@ -106,11 +116,11 @@ class Inputs:
         for encoder in self._encoders:
             has_media = shapes.items_of(encoder) > 0
             if has_media.any():
-                loaded = self._loaders[encoder][_job(shapes.take(has_media))]
+                loaded = self._loaders[encoder][job_of(shapes.take(has_media))]
                 if loaded.undecodable:
                     raise UserError(f"samples cannot be compared: {'; '.join(loaded.unreadable)}")
                 media[encoder] = loaded.batch.to(torch.device("cpu"), self._dtype)
-        return PackedSamples(media, self._loaders["llm"][_job(shapes)])
+        return PackedSamples(media, self._loaders["llm"][job_of(shapes)])
 
 
 def build_stages(
@@ -221,7 +231,8 @@ def _positions_of(hf: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def _job(shapes: SampleShapes) -> MicrobatchJob:
+def job_of(shapes: SampleShapes) -> MicrobatchJob:
+    """The job that loads these samples as one microbatch, with one replica of each encoder."""
     return MicrobatchJob(
         samples=tuple(SampleRef(str(name), int(row)) for name, row in zip(shapes.source, shapes.row, strict=True)),
         media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in shapes.media.of_each()),

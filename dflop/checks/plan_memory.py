@@ -25,7 +25,8 @@ from dflop.models import ModelSpec, load_model_spec, load_runtime
 from dflop.models.microbatch import MediumLayout, TextBatch
 from dflop.models.precision import COMPUTES_IN
 from dflop.plan import Plan
-from dflop.schedule import MEMORY_CATEGORIES, Assignment, Pricer, StepSchedule, tensor_bytes
+from dflop.schedule import MEMORY_CATEGORIES, Assignment, StepSchedule, tensor_bytes
+from dflop.search import pricer_of
 from dflop.shapes import SampleShapes
 from dflop.step import Node, Op, Program, StepInstructions, make_program
 from dflop.step.nodes import worker_of
@@ -72,7 +73,7 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
         raise UserError("`train.precision: fp64` is for comparisons, and its memory is not checked; use fp32 or bf16")
     spec, trained = load_model_spec(config.model), config.model.trained
     program = make_program(plan, trained)
-    pricer = Pricer(plan, costs, spec, config.cluster, trained=trained, precision=config.train.precision)
+    pricer = pricer_of(plan, config, spec, costs)
     shapes = _samples(spec, plan, load)
     assignment = pricer.assign(shapes, *np.divmod(np.arange(len(shapes)), plan.num_microbatches))
     held = tensor_bytes(pricer, shapes, assignment)

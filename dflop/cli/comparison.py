@@ -7,7 +7,7 @@ import click
 
 from dflop.base import UserError, progress_bar
 from dflop.cli.measuring import may_measure
-from dflop.cli.options import FILE, config_option, load_for, run_argument
+from dflop.cli.options import FILE, config_option, load_compared, load_for, run_argument
 
 __all__ = ["compare_command"]
 
@@ -64,18 +64,9 @@ def _sizes(text: str) -> list[int]:
 
 def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) -> list:
     """A row for each system. Samples that no plan can hold are left out, and their number is printed."""
-    from dflop.comparison import compare_systems, require_todays_layout
-    from dflop.costs import CostModel
-    from dflop.models import load_model_spec
-    from dflop.search import leave_out_what_no_plan_holds
-    from dflop.shapes import load_samples
+    from dflop.comparison import compare_systems
 
-    spec = load_model_spec(config.model)
-    samples, _ = load_samples(shapes, spec.encoders)
-    cost_model = CostModel.load(costs)
-    cost_model.require_made_for(spec, config)
-    require_todays_layout(config, spec, cost_model)
-    samples, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
+    spec, cost_model, samples, left_out = load_compared(config, shapes, costs)
     if len(left_out):
         click.echo(f"{len(left_out)} samples are left out: no plan holds them", err=True)
     with progress_bar(unit=" systems", total=len(systems) + 1) as bar:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dflop.base import UserError, progress_bar
-from dflop.cli.options import FILE
+from dflop.cli.options import FILE, load_compared
 
 __all__ = ["may_measure"]
 
@@ -106,21 +106,14 @@ def _contenders(
 ) -> list:
     """Our system and the chosen others (`side_by_side.contenders`), with their schedules of all steps."""
     from dflop.checks.side_by_side import contenders, counted_steps, num_scheduled
-    from dflop.comparison import OURS, require_todays_layout, systems_of
-    from dflop.costs import CostModel
+    from dflop.comparison import OURS, systems_of
     from dflop.plan import load_plan
-    from dflop.search import leave_out_what_no_plan_holds
-    from dflop.shapes import load_samples
     from dflop.train import check_devices, check_plan
 
     plan = load_plan(plan_path)
     check_plan(plan_path, plan, spec)
     check_devices(config, plan)
-    samples, _ = load_samples(shapes, spec.encoders)
-    cost_model = CostModel.load(costs)
-    cost_model.require_made_for(spec, config)
-    require_todays_layout(config, spec, cost_model)
-    samples, _ = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
+    _, cost_model, samples, _ = load_compared(config, shapes, costs)
     systems = [system for system in systems_of(config) if system.name in names]
     with progress_bar(unit=" rows", total=len(systems) + 2) as bar:
 

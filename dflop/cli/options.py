@@ -10,7 +10,17 @@ import click
 
 from dflop.base import UserError
 
-__all__ = ["FILE", "FOLDER", "RUN_CONFIG", "config_digest", "config_option", "load_for", "meta_of", "run_argument"]
+__all__ = [
+    "FILE",
+    "FOLDER",
+    "RUN_CONFIG",
+    "config_digest",
+    "config_option",
+    "load_compared",
+    "load_for",
+    "meta_of",
+    "run_argument",
+]
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -83,6 +93,22 @@ def load_for(command: str, configs: tuple[str, ...]):
         raise UserError(f"`dflop {command}` needs a config: --config config/config.yaml")
     reads = COMMANDS[command].reads
     return restrict(load_config(*configs, has_cluster="cluster.num_nodes" in reads or "cluster" in reads), reads)
+
+
+def load_compared(config, shapes: Path, costs: Path):
+    """The spec, the cost model and the samples that systems are compared on, and a row for each sample that is left out
+    because no plan holds it."""
+    from dflop.comparison import require_todays_layout
+    from dflop.costs import CostModel
+    from dflop.models import load_model_spec
+    from dflop.search import leave_out_what_no_plan_holds
+    from dflop.shapes import load_samples
+
+    spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
+    samples, _ = load_samples(shapes, spec.encoders)
+    cost_model.require_made_for(spec, config)
+    require_todays_layout(config, spec, cost_model)
+    return spec, cost_model, *leave_out_what_no_plan_holds(config, spec, cost_model, samples)
 
 
 def meta_of(command: str, config) -> dict[str, str]:

@@ -10,7 +10,7 @@ row has the fastest plan of its space. Balance and order are the quick ones, wit
 import numpy as np
 
 from dflop.balance import LPT, RANDOM, BatchProblem, DrawnBatch, Policy, small_at_both_ends
-from dflop.comparison.system import System, fastest_of
+from dflop.comparison.system import System, bucket_numbers, fastest_of
 from dflop.comparison.systems import megatron
 from dflop.config import PlanConfig
 from dflop.plan import MONOLITHIC, PLAIN_SCHEDULE, PLAIN_SHARDING
@@ -31,10 +31,10 @@ class _Ordered(Policy):
     def buckets(self, problem: BatchProblem, rng: np.random.Generator) -> np.ndarray:
         bucket = self._of.buckets(problem, rng)
         loads_s = np.bincount(bucket, weights=problem.loads_s.sum(axis=1), minlength=problem.num_buckets)
-        place = np.empty((problem.num_dp_ranks, problem.num_microbatches), dtype=np.int64)
-        for rank, rank_loads_s in enumerate(loads_s.reshape(place.shape)):
-            place[rank, small_at_both_ends(rank_loads_s)] = rank * place.shape[1] + np.arange(place.shape[1])
-        return place.ravel()[bucket]
+        loads_s = loads_s.reshape(problem.num_dp_ranks, problem.num_microbatches)
+        places = [np.argsort(small_at_both_ends(of_rank_s)) for of_rank_s in loads_s]
+        rank, microbatch = np.divmod(bucket, problem.num_microbatches)
+        return bucket_numbers(rank, np.array(places)[rank, microbatch], problem.num_microbatches)
 
     def quick(self, drawn: DrawnBatch, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         return self._of.quick(drawn, dp, num_microbatches)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import Assignment, BatchScheduler, GlobalBatches, Pricer, fits, fitted
-from dflop.search import GroupedBatches, search_plans, with_finalists_scheduled
+from dflop.search import GroupedBatches, pricer_of, search_plans, with_finalists_scheduled
 from dflop.shapes import SampleShapes
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "decided_by",
     "plans_by_speed",
     "priced",
-    "pricer_of",
     "row_of_steps",
 ]
 
@@ -55,9 +54,6 @@ class SystemRow:
     gap: float = np.nan
     num_fitted: int = 0
     steps_s: list[float] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +195,6 @@ def _our_row(
     return row_of_steps(OURS, plan, found)
 
 
-def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
-    """The pricer of a plan for the config's cluster, trained modules and precision."""
-    return Pricer(plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision)
-
-
 def priced(
     pricer: Pricer, shapes: SampleShapes, assignment: Assignment, deciding_s: float, *, was_fitted: bool
 ) -> PricedStep:
@@ -230,19 +221,13 @@ def _variations(pricer: Pricer, seconds: np.ndarray) -> Iterator[float]:
 
 def row_of_steps(name: str, plan: Plan, steps: list[PricedStep]) -> SystemRow:
     """The row of a system: means over its steps, and the peak of their memory."""
-
-    def mean(column: str) -> float:
-        return float(np.mean([getattr(step, column) for step in steps]))
-
+    columns = ("step_s", "idle", "variation", "deciding_s", "gap")
+    means = {column: float(np.mean([getattr(step, column) for step in steps])) for column in columns}
     return SystemRow(
         name=name,
         plan=str(plan),
-        step_s=mean("step_s"),
-        idle=mean("idle"),
-        variation=mean("variation"),
+        **means,
         memory_bytes=max(step.memory_bytes for step in steps),
-        deciding_s=mean("deciding_s"),
-        gap=mean("gap"),
         num_fitted=sum(step.was_fitted for step in steps),
         steps_s=[step.step_s for step in steps],
     )

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import polars as pl
 
@@ -31,7 +32,7 @@ def comparison_frame(rows: Sequence[SystemRow]) -> pl.DataFrame:
     """A row for each system; a system without a plan that fits has nulls."""
     reference_s, ours_s = (_step_s(rows, name) for name in (_REFERENCE, OURS))
     columns = [
-        row.to_dict() | {"speed_up": _over(reference_s, row.step_s), "over_ours": _over(row.step_s, ours_s)}
+        asdict(row) | {"speed_up": _over(reference_s, row.step_s), "over_ours": _over(row.step_s, ours_s)}
         for row in rows
     ]
     return pl.DataFrame(columns, infer_schema_length=None).with_columns(pl.col(pl.Float64).fill_nan(None))

@@ -2,7 +2,7 @@
 
 from dflop.search.baseline import TODAY, Baseline, read_baselines
 from dflop.search.best_first import SearchResult, search_plans
-from dflop.search.candidate import Candidate, PlanPricer
+from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.epoch import Epoch, hour_of, price_note
 from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.search.final_choice import FINALISTS_WITHIN, with_finalists_scheduled
@@ -35,6 +35,7 @@ __all__ = [
     "plan_of",
     "planned_loaders",
     "price_note",
+    "pricer_of",
     "read_baselines",
     "search_plans",
     "uneven_note",

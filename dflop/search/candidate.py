@@ -18,7 +18,7 @@ from dflop.search.grouped_batches import GroupedBatches
 from dflop.shapes import SampleShapes
 from dflop.step import StageTimes, Timeline
 
-__all__ = ["Candidate", "PlanPricer"]
+__all__ = ["Candidate", "PlanPricer", "pricer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,11 @@ class Candidate:
         return float(np.mean(self.steps_s))
 
 
+def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
+    """The pricer of a plan for the config's cluster, trained modules and precision."""
+    return Pricer(plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision)
+
+
 class _Grouped(NamedTuple):
     """A batch as it is grouped for a plan."""
 
@@ -66,9 +71,7 @@ class PlanPricer:
         self.plan, self._batches = plan, batches
         self._policy = policy
         self._assigned: dict[int, _Grouped] = {}
-        self._pricer = Pricer(
-            plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision
-        )
+        self._pricer = pricer_of(plan, config, spec, costs)
 
     def recomputing(self, plan: Plan) -> "PlanPricer":
         """The pricer of a plan that differs from this one only in the layers that it recomputes."""

@@ -13,9 +13,9 @@ from dflop.base import UserError
 from dflop.config import Config, ScheduleConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
+from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search.best_first import NUM_FINALISTS, SearchResult
-from dflop.search.candidate import Candidate
+from dflop.search.candidate import Candidate, pricer_of
 from dflop.shapes import SampleShapes
 
 __all__ = ["FINALISTS_WITHIN", "with_finalists_scheduled"]
@@ -49,9 +49,7 @@ def _scheduled_s(
     candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> float:
     """The mean step time of scheduled batches; infinite where a batch does not fit into memory."""
-    pricer = Pricer(
-        candidate.plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision
-    )
+    pricer = pricer_of(candidate.plan, config, spec, costs)
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:
         try:

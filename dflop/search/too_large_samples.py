@@ -13,7 +13,8 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import SHARDINGS, Plan
-from dflop.schedule import MOST_LEFT_OUT, Pricer, alone_bytes, without
+from dflop.schedule import MOST_LEFT_OUT, alone_bytes, without
+from dflop.search.candidate import pricer_of
 from dflop.search.space import enumerate_space, modules_of, plan_of
 from dflop.shapes import SampleShapes
 
@@ -43,7 +44,7 @@ class BeyondDevice(NamedTuple):
 
 def beyond_device(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BeyondDevice:
     """The shares of `samples` that the plan's devices cannot hold. Give all samples, including those left out."""
-    pricer = Pricer(plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision)
+    pricer = pricer_of(plan, config, spec, costs)
     is_beyond = alone_bytes(pricer, samples) > pricer.memory.limit_bytes
     tokens = samples.llm_tokens.astype(float)
     return BeyondDevice(float(is_beyond.mean()), float(tokens[is_beyond].sum() / max(1.0, tokens.sum())))
@@ -65,14 +66,7 @@ def leave_out_what_no_plan_holds(
     least_bytes = np.full(len(samples), np.inf)
     recomputes = not config.plan.fixed or config.plan.fixed.checkpointing is not False
     for row in _kinds(enumerate_space(config, spec, costs.layouts, {})).iter_rows(named=True):
-        pricer = Pricer(
-            plan_of(row, {}, checkpointing=recomputes),
-            costs,
-            spec,
-            config.cluster,
-            trained=config.model.trained,
-            precision=config.train.precision,
-        )
+        pricer = pricer_of(plan_of(row, {}, checkpointing=recomputes), config, spec, costs)
         too_large = np.flatnonzero(least_bytes > limit_bytes)
         if (alone_bytes(pricer, samples.take(too_large)) > limit_bytes).all():
             continue  # it holds no sample that was too large so far

@@ -31,9 +31,7 @@ class Lpt(Policy):
 def _places(num_microbatches: int) -> np.ndarray:
     """The place in a replica's order of its largest microbatch, its second largest and so on: large ones in the
     middle."""
-    places = np.empty(num_microbatches, dtype=np.int64)
-    places[small_at_both_ends(-np.arange(num_microbatches))] = np.arange(num_microbatches)
-    return places
+    return np.argsort(small_at_both_ends(-np.arange(num_microbatches)))
 
 
 @kernel

@@ -15,7 +15,6 @@ from dflop.comparison.compare import (
     decided_by,
     plans_by_speed,
     priced,
-    pricer_of,
     row_of_steps,
 )
 from dflop.comparison.system import System
@@ -24,6 +23,7 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, schedule_of
+from dflop.search import pricer_of
 from dflop.shapes import SampleShapes
 
 __all__ = ["OURS_AT_RANDOM", "Contender", "contenders"]

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 from dflop.base.torch_versions import reduce_unused, with_unused
+from dflop.checks.one_process import job_of
 from dflop.checks.side_by_side.sides import Side
 from dflop.config import Config
-from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
+from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, TrainingRecords
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, SegmentEnds, TextBatch
 from dflop.models.precision import COMPUTES_IN
@@ -26,8 +27,7 @@ from dflop.models.stages import EncoderStage, LlmStage
 from dflop.models.tensor_group import ALONE
 from dflop.plan import Grid, Plan
 from dflop.schedule import StepSchedule
-from dflop.shapes import SampleShapes, list_sources
-from dflop.shapes.reader import MediumSize
+from dflop.shapes import list_sources
 from dflop.step import make_program
 from dflop.train.adamw import has_weight_decay, parameter_groups
 from dflop.train.data_loader import load_ahead, make_loader
@@ -165,17 +165,7 @@ class _Jobs:
             batch = schedule.shapes
             share = np.array(list(DistributedSampler(range(len(batch)), shuffle=True, seed=step)))
             for part in np.array_split(share, self.num_forwards):
-                yield _job_of(batch.take(part))
-
-
-def _job_of(batch: SampleShapes) -> MicrobatchJob:
-    return MicrobatchJob(
-        samples=tuple(SampleRef(str(source), int(row)) for source, row in zip(batch.source, batch.row, strict=True)),
-        media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in batch.media.of_each()),
-        kept_tokens=tuple(map(tuple, batch.kept_tokens.tolist())),
-        llm_tokens=tuple(batch.llm_tokens.tolist()),
-        encoder_rank=((0,),) * len(batch),
-    )
+                yield job_of(batch.take(part))
 
 
 @dataclass

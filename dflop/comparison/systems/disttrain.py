@@ -29,8 +29,7 @@ class _DistTrain(Policy):
             samples = np.flatnonzero(drawn == number)
             rank[samples] = longest_first(whole_s[samples], problem.num_dp_ranks)
         order = small_at_both_ends(np.bincount(drawn, weights=whole_s, minlength=num_microbatches))
-        place = np.empty_like(order)
-        place[order] = np.arange(num_microbatches)
+        place = np.argsort(order)
         return bucket_numbers(rank, place[drawn], num_microbatches)
 
 

@@ -27,8 +27,7 @@ class _DynaPipe(Policy):
         of_cut_s = np.bincount(cut, weights=whole_s, minlength=problem.num_buckets)
         rank_of_cut = longest_first(of_cut_s, problem.num_dp_ranks, equally_many=True)
         turn = np.argsort(rank_of_cut, kind="stable")
-        place_of_cut = np.empty_like(turn)
-        place_of_cut[turn] = np.arange(len(turn)) % num_microbatches
+        place_of_cut = np.argsort(turn) % num_microbatches
         return bucket_numbers(rank_of_cut[cut], place_of_cut[cut], num_microbatches)
 
 

@@ -30,8 +30,7 @@ class _Entrain(Policy):
         bucket[rest] = longest_first(llm_s[rest], num_buckets, held_s)
         rank, microbatch = np.divmod(bucket, num_microbatches)
         order = small_at_both_ends(np.bincount(microbatch, weights=llm_s, minlength=num_microbatches))
-        place = np.empty_like(order)
-        place[order] = np.arange(num_microbatches)
+        place = np.argsort(order)
         return bucket_numbers(rank, place[microbatch], num_microbatches)
 
 
