@@ -3,6 +3,7 @@
 Values for the LLM alone are computed once for all rows with the same layout of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,26 +68,20 @@ class RowBounds:
         self._bounds, self._pipelines, self._media, self._memory = bounds, pipelines, media, memory
         self._limit_bytes, self._pinned = limit_bytes * MARGIN, pinned
         self._llm_place = bounds.llm_place.tolist()
-        # For each layout of the LLM: bytes of its stages, and the result of `llm_bytes`; its rows' choices, its layers,
-        # and how many of them have to be recomputed; and the step of its mean pipeline, on the mean batch and on each
-        # batch.
-        self._llm_bytes: dict[tuple[int, bool], np.ndarray] = {}
-        self._most_bytes: dict[tuple[int, bool], float] = {}
-        self._of_llms: dict[int, tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]] = {}
-        self._mean_s: dict[tuple[int, int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
-        self._each_s: dict[tuple[int, int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
-        # For each row, the result of `recomputing`; and the seconds that its encoders add, with a share of their layers
-        # recomputed.
-        self._beside_encoders: dict[int, Row] = {}
-        self._adds_s: dict[tuple[int, float], np.ndarray | float] = {}
+        # What was computed, by its name and by all of a row that it depends on.
+        self._known: dict[tuple, Any] = {}
 
     def row(self, number: int) -> Row:
         """The row with this number, with the layers that have to be recomputed so that the LLM alone fits."""
         values = dict(zip(self._columns, self._rows.row(number), strict=True))
-        place = self._llm_place[number]
-        if place not in self._of_llms:
-            self._of_llms[place] = self._look_at_llm(number, values)
-        return Row(number, values, *self._of_llms[place])
+        key = "llm", self._llm_place[number]
+        return Row(number, values, *self._once(key, lambda: self._look_at_llm(number, values)))
+
+    def _once(self, key: tuple, compute: Callable[[], Any]) -> Any:
+        """The result of `compute`, which is called once for each key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def _look_at_llm(
         self, number: int, values: dict[str, Any]
@@ -103,10 +98,8 @@ class RowBounds:
 
     def llm_bytes(self, row: Row, recomputes: bool) -> float:
         """The least bytes of a device for the LLM alone, with all layers recomputed or none."""
-        key = self._llm_place[row.number], recomputes
-        if key not in self._most_bytes:
-            self._most_bytes[key] = self._memory.costs.held_bytes(float(self._of_llm(row, recomputes).max()))
-        return self._most_bytes[key]
+        key = "most bytes", self._llm_place[row.number], recomputes
+        return self._once(key, lambda: self._memory.costs.held_bytes(float(self._of_llm(row, recomputes).max())))
 
     def device_bytes(self, row: Row, recomputes: bool) -> float:
         """The least bytes of a device for all its modules, with all layers recomputed or none."""
@@ -119,9 +112,7 @@ class RowBounds:
         """
         if not PLACEMENTS[row.values["placement"]].shares_ranks:
             return row
-        if row.number not in self._beside_encoders:
-            self._beside_encoders[row.number] = self._recomputing(row)
-        return self._beside_encoders[row.number]
+        return self._once(("recomputing", row.number), lambda: self._recomputing(row))
 
     def _recomputing(self, row: Row) -> Row:
         recomputed = self._memory.least_recomputed(row.values, self._limit_bytes, self._ends(row), beside_encoders=True)
@@ -145,42 +136,35 @@ class RowBounds:
 
     def mean_s(self, row: Row) -> float:
         """A lower bound of the mean step time over the batches, by the LLM's mean pipeline on the mean batch."""
-        key = self._pipeline(row)
-        if key not in self._mean_s:
-            self._mean_s[key] = self._pipelines.of_batches(row.values, row.recomputed, mean=True)
-        (bound_s,) = self._bounds.of_pipeline(row.number, *self._mean_s[key], encoders_again=row.encoders_again)
+        (bound_s,) = self._bounds.of_pipeline(
+            row.number, *self._pipeline(row, mean=True), encoders_again=row.encoders_again
+        )
         return float(bound_s)
 
     def batches_s(self, row: Row) -> np.ndarray:
         """A lower bound of each batch's step time, by the LLM's mean pipeline on that batch, [num_batches]."""
-        return self._bounds.of_pipeline(row.number, *self._each(row), encoders_again=row.encoders_again)
+        return self._bounds.of_pipeline(row.number, *self._pipeline(row), encoders_again=row.encoders_again)
 
     def dealt_s(self, row: Row) -> np.ndarray:
         """As `batches_s`, but tighter: with the time of each batch's media, as dealt among the encoders' replicas."""
-        adds_key = row.number, row.encoders_again
-        if adds_key not in self._adds_s:
-            sync_s = self._pipelines.sync_s(row.values, row.layers)
-            self._adds_s[adds_key] = self._media.adds_s(row.values, row.encoders_again, sync_s)
-        how = {"encoders_again": row.encoders_again, "adds_s": self._adds_s[adds_key]}
-        return self._bounds.of_pipeline(row.number, *self._each(row), **how)
 
-    def _each(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """The LLM's mean pipeline on each batch (`MeanPipelines.of_batches`)."""
-        key = self._pipeline(row)
-        if key not in self._each_s:
-            self._each_s[key] = self._pipelines.of_batches(row.values, row.recomputed)
-        return self._each_s[key]
+        def adds_s() -> np.ndarray | float:
+            sync_s = self._pipelines.sync_s(row.values, row.layers)
+            return self._media.adds_s(row.values, row.encoders_again, sync_s)
+
+        how = {"encoders_again": row.encoders_again}
+        how["adds_s"] = self._once(("adds", row.number, row.encoders_again), adds_s)
+        return self._bounds.of_pipeline(row.number, *self._pipeline(row), **how)
+
+    def _pipeline(self, row: Row, *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The LLM's mean pipeline on each batch, or on the mean batch (`MeanPipelines.of_batches`)."""
+        key = "pipeline", self._llm_place[row.number], row.recomputed, mean
+        return self._once(key, lambda: self._pipelines.of_batches(row.values, row.recomputed, mean=mean))
 
     def _of_llm(self, row: Row, recomputes: bool) -> np.ndarray:
-        key = self._llm_place[row.number], recomputes
-        if key not in self._llm_bytes:
-            self._llm_bytes[key] = self._memory.of_llm(row.values, row.with_all(recomputes).recomputed)
-        return self._llm_bytes[key]
+        key = "bytes", self._llm_place[row.number], recomputes
+        return self._once(key, lambda: self._memory.of_llm(row.values, row.with_all(recomputes).recomputed))
 
     def _ends(self, row: Row) -> list[np.ndarray]:
         """The LLM's bytes with no layer recomputed, and with all of them."""
         return [self._of_llm(row, recomputes) for recomputes in (False, True)]
-
-    def _pipeline(self, row: Row) -> tuple[int, tuple[int, ...]]:
-        """The key of everything that the LLM's mean pipeline depends on."""
-        return self._llm_place[row.number], row.recomputed

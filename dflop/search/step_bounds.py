@@ -10,6 +10,7 @@ what share of the encoders' layers is recomputed. Rows that the bounds rule out 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -37,23 +38,18 @@ _LLM_KEYS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderBounds:
-    """Bounds for one encoder in seconds, [num_keys, num_batches]. `place` [num_rows] is the index of each row's key.
+class EncoderBounds(NamedTuple):
+    """Bounds for one encoder. `place` [num_rows] is the index of each row's key.
 
-    `alone_s` is a bound of the step by itself. Where the encoder shares ranks, `shared_s` is the least mean time that
-    it adds to these ranks, and `least_s` the least time that it adds to each of them.
+    `batches_s` are seconds for each batch and `means_s` their means over the batches, [2 (layers kept, or all
+    recomputed), 3, num_keys, num_batches or 1]. Of the three, the first is a bound of the step by itself. Where the
+    encoder shares ranks, the second is the least mean time that it adds to these ranks, and the third the least time
+    that it adds to each of them.
     """
 
     place: np.ndarray
-    alone_s: np.ndarray
-    shared_s: np.ndarray
-    least_s: np.ndarray
-
-    def means(self) -> "EncoderBounds":
-        """The means over the batches, [num_keys, 1]."""
-        seconds = {name: getattr(self, name).mean(axis=1, keepdims=True) for name in ("alone_s", "shared_s", "least_s")}
-        return EncoderBounds(place=self.place, **seconds)
+    batches_s: np.ndarray
+    means_s: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +57,9 @@ class LowerBounds:
     """Bounds for the LLM in seconds, [num_keys], and those for every encoder. `llm_place` [num_rows] is the index of
     each row's key.
 
-    `llm_s` is a bound of the step by itself. Where modules share ranks, the sum of `llm_shared_s` and the encoders'
-    `shared_s` is one. The LLM's values bound the mean over the batches, but no single batch. So they are compared with
-    the encoders' means only: the mean over batches of the larger of both would be no bound.
+    `llm_s` is a bound of the step by itself. Where modules share ranks, the sum of `llm_shared_s` and what the encoders
+    add to the mean of the ranks is one. The LLM's values bound the mean over the batches, but no single batch. So they
+    are compared with the encoders' means only: the mean over batches of the larger of both would be no bound.
     """
 
     llm_place: np.ndarray
@@ -71,17 +67,14 @@ class LowerBounds:
     llm_s: np.ndarray
     llm_shared_s: np.ndarray
     encoders: tuple[EncoderBounds, ...]
-    encoder_means: tuple[EncoderBounds, ...]
-    # The same for encoders whose layers are all recomputed.
-    encoders_again: tuple[EncoderBounds, ...]
-    encoder_means_again: tuple[EncoderBounds, ...]
 
     def means(self) -> np.ndarray:
         """A lower bound of every row's mean step time over the batches, [num_rows]."""
         alone_s, together_s = np.zeros(len(self.llm_place)), self.llm_shared_s[self.llm_place]
-        for own in self.encoder_means:
-            alone_s = np.maximum(alone_s, own.alone_s[own.place, 0])
-            together_s = together_s + own.shared_s[own.place, 0]
+        for own in self.encoders:
+            own_alone_s, own_shared_s, _ = own.means_s[0, :, own.place, 0].T
+            alone_s = np.maximum(alone_s, own_alone_s)
+            together_s = together_s + own_shared_s
         sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
         return np.maximum(self.llm_s[self.llm_place], np.where(np.isin(self.placement, sharing), together_s, alone_s))
 
@@ -107,14 +100,9 @@ class LowerBounds:
         """
         placement = PLACEMENTS[self.placement[row]]
         alone_s, shared_s, least_s = 0.0, 0.0, 0.0
-        plain, again = self.encoders, self.encoders_again
-        if len(step_s) == 1:
-            plain, again = self.encoder_means, self.encoder_means_again
-        for own, with_all in zip(plain, again, strict=True):
-            place = own.place[row]
-            own_s = own.alone_s[place], own.shared_s[place], own.least_s[place]
+        for own in self.encoders:
+            own_s, with_all_s = (own.means_s if len(step_s) == 1 else own.batches_s)[:, :, own.place[row]]
             if encoders_again:  # every recomputed layer adds the same time
-                with_all_s = np.array([with_all.alone_s[place], with_all.shared_s[place], with_all.least_s[place]])
                 own_s = own_s + encoders_again * (with_all_s - own_s)
             alone_s = np.maximum(alone_s, own_s[0])
             shared_s, least_s = shared_s + own_s[1], least_s + own_s[2]
@@ -138,22 +126,19 @@ def lower_bounds(
     trained = links.trained
     llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
     llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, not trained.trains("llm"))
-    encoders, again = [], []
+    encoders = []
     for encoder in spec.encoders:
         own = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
         keys, place = _distinct(rows, (*own, "num_microbatches"))
-        for found, recomputes in (encoders, False), (again, True):
-            bounds = _encoder_bounds(encoder, keys, batches, costs, links, trained, recomputes)
-            found.append(EncoderBounds(place=place, **bounds))
+        both = [_encoder_bounds(encoder, keys, batches, costs, links, trained, again) for again in (False, True)]
+        batches_s = np.array(both)
+        encoders.append(EncoderBounds(place, batches_s, batches_s.mean(axis=-1, keepdims=True)))
     return LowerBounds(
         llm_place=llm_place,
         placement=rows["placement"].cast(pl.String).to_numpy(),
         llm_s=llm_s,
         llm_shared_s=llm_shared_s,
         encoders=tuple(encoders),
-        encoder_means=tuple(own.means() for own in encoders),
-        encoders_again=tuple(again),
-        encoder_means_again=tuple(own.means() for own in again),
     )
 
 
@@ -243,8 +228,8 @@ def _encoder_bounds(
     links: LeastLinks,
     trained: TrainedSet,
     recomputes: bool,
-) -> dict[str, np.ndarray]:
-    """The fields of `EncoderBounds` without `place`, [num_keys, num_batches].
+) -> np.ndarray:
+    """`EncoderBounds.batches_s` with all layers recomputed or none, [3, num_keys, num_batches].
 
     Each sample's items go to the replica with the fewest, so every replica has at least the mean number of items less
     those of the largest sample (Graham 1969).
@@ -252,7 +237,7 @@ def _encoder_bounds(
     name = encoder.name
     items = [loads_of(name, shapes) for shapes in batches]
     total, largest = _over(items, np.sum), _over(items, np.max)
-    alone_s, shared_s, least_s = (np.zeros((len(keys), len(batches))) for _ in range(3))
+    bounds_s = alone_s, shared_s, least_s = np.zeros((3, len(keys), len(batches)))
     for sizes, own in keys.group_by(LayoutKey.columns(f"{name}_")):
         layout = LayoutKey(*sizes)
         dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
@@ -279,7 +264,7 @@ def _encoder_bounds(
                 alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
                 shared_s[place[at]] += busy_s
                 least_s[place[at]] += count[at] * kind.total(own_least_s)
-    return {"alone_s": alone_s, "shared_s": shared_s, "least_s": least_s}
+    return bounds_s
 
 
 def _items_s(
