@@ -14,10 +14,10 @@ from markupsafe import Markup, escape
 
 from dflop.base import written_whole
 from dflop.report.facts import Facts
-from dflop.report.page.costs import CostsSection, costs_section
+from dflop.report.page.costs import costs_section
 from dflop.report.page.data import data_section
 from dflop.report.page.plans import plan_section
-from dflop.report.page.training import TimeSection, step_spread, time_section, training_section
+from dflop.report.page.training import step_spread, time_section, training_section
 from dflop.report.picture import Picture, page_view, script
 from dflop.report.run import Run, TrainedRun
 from dflop.report.savings import SavingsSection
@@ -60,7 +60,7 @@ def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchSc
             precision=config.train.precision,
             version=version("dflop"),
             created=run.costs_meta.get("created", ""),
-            verdict=_verdict(plan.next, costs, trained, time),
+            verdict=_verdict(plan["next"], costs, trained, time),
             tiles=_tiles(run, costs, trained, facts.savings),
             data=data_section(run.samples, run.rejects, scheduler.left_out, facts.spec),
             costs=costs,
@@ -110,27 +110,30 @@ def _with_code(text: str) -> Markup:
     return Markup("".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts)))
 
 
-def _verdict(following: str, costs: CostsSection, trained: TrainedRun | None, time: TimeSection | None) -> str:
+def _verdict(
+    following: str, costs: Mapping[str, Any], trained: TrainedRun | None, time: Mapping[str, Any] | None
+) -> str:
     """What bounds this run and what to change, in one sentence."""
     if time:
-        return time.verdict
+        return time["verdict"]
     if trained:
         return "What bounds this run is not known: no step after the warm-up was observed; train more steps"
     if not following:
         return "This plan was written by hand and not trained yet: what bounds it is not known"
-    return (
-        f"Not trained yet; predicted{' from analytic costs' if costs.source == 'analytic' else ''}, it is: {following}"
-    )
+    of_costs = " from analytic costs" if costs["source"] == "analytic" else ""
+    return f"Not trained yet; predicted{of_costs}, it is: {following}"
 
 
-def _tiles(run: Run, costs: CostsSection, trained: TrainedRun | None, savings: SavingsSection | None) -> Sequence[Tile]:
+def _tiles(
+    run: Run, costs: Mapping[str, Any], trained: TrainedRun | None, savings: SavingsSection | None
+) -> Sequence[Tile]:
     predicted: dict[str, Any] = run.plan_text.get("predicted", {})
     tiles = []
     if trained and "step_s" in trained.summary:
         tiles.append(Tile("Step", format_seconds(trained.summary["step_s"]), "measured", step_spread(trained)))
         tiles.append(Tile("Idle", f"{trained.summary['idle']:.0%}", "measured", "of rank time"))
     if predicted:
-        mark = "predicted" if costs.source == "measured" else f"predicted, {costs.source}"
+        mark = "predicted" if costs["source"] == "measured" else f"predicted, {costs['source']}"
         tiles.append(Tile("Expected step", format_seconds(predicted["step_s"]), mark, "when the plan was chosen"))
         tiles.append(Tile("Expected idle", f"{predicted['idle']:.1%}", mark, "of rank time"))
     if savings:
@@ -141,6 +144,6 @@ def _tiles(run: Run, costs: CostsSection, trained: TrainedRun | None, savings: S
                 tiles.append(Tile(f"{style} instead", f"{other.ratio:.2f}x", "predicted", f"as long; {name}{far}"))
         cost = f", {savings.hours * savings.cost_of_hour:,.2f} in money" if savings.cost_of_hour else ""
         tiles.append(Tile(f"{savings.hour}s", _three(savings.hours), savings.hours_are, f"{savings.horizon}{cost}"))
-    if costs.median_error is not None:
-        tiles.append(Tile("Cost error", f"{costs.median_error:.0%}", "measured", "median, on unseen stages"))
+    if costs["median_error"] is not None:
+        tiles.append(Tile("Cost error", f"{costs['median_error']:.0%}", "measured", "median, on unseen stages"))
     return tiles

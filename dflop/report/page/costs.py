@@ -1,45 +1,30 @@
 """The page's section on costs: where they come from, and their error on stages that were held out from the fit."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
 from dflop.report.run import Run
 
-__all__ = ["CostsSection", "costs_section"]
+__all__ = ["costs_section"]
 
 # Median errors from which on predictions are called rough, and poor.
 _ROUGH, _POOR = 0.1, 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostsSection:
-    """The section. `errors` are the rows of `fit_error`; `extrapolated` is the share of the plan's microbatches that
-    are beyond the measured loads."""
-
-    finding: str
-    source: str
-    device: str
-    precision: str
-    errors: tuple[dict[str, Any], ...]
-    median_error: float | None
-    extrapolated: float
-
-
-def costs_section(run: Run) -> CostsSection:
-    """The section, from the run's measurements and the errors of the fit."""
+def costs_section(run: Run) -> dict[str, Any]:
+    """The section, from the run's measurements and the errors of the fit. `errors` are the rows of `fit_error`;
+    `extrapolated` is the share of the plan's microbatches that are beyond the measured loads."""
     seconds = run.fit_error.filter(pl.col("quantity") == "seconds")
-    median = float(seconds["median_error"].median()) if len(seconds) else None
-    return CostsSection(
-        finding=_finding(run, seconds),
-        source=run.costs_source,
-        device=run.device_name,
-        precision=", ".join(run.device.get_column("precision", default=pl.Series(dtype=pl.String)).unique().sort()),
-        errors=tuple(run.fit_error.iter_rows(named=True)),
-        median_error=median,
-        extrapolated=float(run.plan_text.get("predicted", {}).get("extrapolated") or 0.0),
-    )
+    return {
+        "finding": _finding(run, seconds),
+        "source": run.costs_source,
+        "device": run.device_name,
+        "precision": ", ".join(run.device.get_column("precision", default=pl.Series(dtype=pl.String)).unique().sort()),
+        "errors": run.fit_error.to_dicts(),
+        "median_error": seconds["median_error"].median(),
+        "extrapolated": float(run.plan_text.get("predicted", {}).get("extrapolated") or 0.0),
+    }
 
 
 def _finding(run: Run, seconds: pl.DataFrame) -> str:

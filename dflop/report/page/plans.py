@@ -1,14 +1,15 @@
 """The page's section on the plan: what was chosen and why, the other candidates, and what more memory would bring."""
 
-from dataclasses import dataclass
 from typing import Any
 
+import polars as pl
+
 from dflop.models import ModelSpec
-from dflop.plan import Plan, plan_from_dict
+from dflop.plan import Grid, Plan, plan_from_dict
 from dflop.report.charts.plans import best_plans, is_plan, modules_of, plan_labels, plans_finding
 from dflop.report.run import Run
 
-__all__ = ["PlanSection", "plan_section"]
+__all__ = ["plan_section"]
 
 _GIB = 2**30
 _PLACEMENTS = {
@@ -19,85 +20,36 @@ _PLACEMENTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GridRow:
-    """One module's layout; `layers` says how many each pipeline stage has."""
-
-    module: str
-    tp: int
-    pp: int
-    dp: int
-    num_devices: int
-    layers: str
-    sharding: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateRow:
-    """One plan that was priced; `ratio` is its step time over the chosen plan's."""
-
-    label: str
-    step_s: float
-    ratio: float
-    idle: float
-    memory_gib: float
-    bottleneck: str
-    is_chosen: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSection:
-    """The section. `with_more_memory` is a faster plan that does not fit, with its step time and memory, if any."""
-
-    finding: str
-    plan: str
-    placement: str
-    why: str
-    next: str
-    grids: tuple[GridRow, ...]
-    facts: tuple[tuple[str, str], ...]
-    candidates: tuple[CandidateRow, ...]
-    num_candidates: int
-    num_plans: int
-    with_more_memory: dict[str, Any] | None
-
-
-def plan_section(run: Run, spec: ModelSpec, memory_gib: float) -> PlanSection:
-    """The section, from the run's plan and candidates; `memory_gib` is the memory of a device."""
+def plan_section(run: Run, spec: ModelSpec, memory_gib: float) -> dict[str, Any]:
+    """The section, from the run's plan and candidates; `memory_gib` is the memory of a device. `with_more_memory` is a
+    faster plan that does not fit, with its step time and memory, if any."""
     text, plan = run.plan_text, run.plan
-    return PlanSection(
-        finding=plans_finding(run.candidates, plan),
-        plan=str(plan),
-        placement=_PLACEMENTS.get(plan.placement, plan.placement),
-        why=text.get("why") or "The plan was written by hand.",
-        next=text.get("next") or "",
-        grids=tuple(_grid(plan, spec, grid.module) for grid in plan.grids),
-        facts=_facts(plan, text, memory_gib),
-        candidates=_candidates(run),
-        num_candidates=len(run.candidates),
-        num_plans=text.get("num_plans") or len(run.candidates),
-        with_more_memory=_other(text.get("with_more_memory"), text),
-    )
+    return {
+        "finding": plans_finding(run.candidates, plan),
+        "plan": str(plan),
+        "placement": _PLACEMENTS.get(plan.placement, plan.placement),
+        "why": text.get("why") or "The plan was written by hand.",
+        "next": text.get("next") or "",
+        "grids": [_grid(plan, spec, grid) for grid in plan.grids],
+        "facts": _facts(plan, text, memory_gib),
+        "candidates": _candidates(run),
+        "num_candidates": len(run.candidates),
+        "num_plans": text.get("num_plans") or len(run.candidates),
+        "with_more_memory": _other(text.get("with_more_memory"), text),
+    }
 
 
-def _grid(plan: Plan, spec: ModelSpec, module: str) -> GridRow:
-    grid = plan.grid(module)
-    layers = [len(part) for part in plan.layers_of(module, spec.module(module).num_layers)]
-    same = len(set(layers)) == 1
-    return GridRow(
-        module=module,
-        tp=grid.tp,
-        pp=grid.pp,
-        dp=grid.dp,
-        num_devices=grid.num_ranks,
-        layers=(f"{len(layers)} x {layers[0]}" if len(layers) > 1 else str(layers[0]))
-        if same
-        else " + ".join(map(str, layers)),
-        sharding=grid.sharding + (f" over {grid.num_shards}" if grid.gathers else ""),
-    )
+def _grid(plan: Plan, spec: ModelSpec, grid: Grid) -> dict[str, Any]:
+    """One module's layout; `layers` says how many each pipeline stage has."""
+    layers = [len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers)]
+    said = " + ".join(map(str, layers))
+    if len(set(layers)) == 1 and len(layers) > 1:
+        said = f"{len(layers)} x {layers[0]}"
+    sharding = grid.sharding + (f" over {grid.num_shards}" if grid.gathers else "")
+    return {"grid": grid, "layers": said, "sharding": sharding}
 
 
-def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> tuple[tuple[str, str], ...]:
+def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> list[tuple[str, str]]:
     predicted = text.get("predicted", {})
     facts = [
         ("microbatches", str(plan.num_microbatches)),
@@ -111,7 +63,7 @@ def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> tuple[tuple[s
     if loading := text.get("loading"):
         processes = loading["processes"]
         facts.append(("loading", f"{processes} process{'es' * (processes != 1)} on the rank that loads most"))
-    return tuple(facts)
+    return facts
 
 
 def _recomputed(plan: Plan) -> str:
@@ -122,26 +74,17 @@ def _recomputed(plan: Plan) -> str:
     return ", ".join(counts) if any(grid.recomputed for grid in plan.grids) else "all"
 
 
-def _candidates(run: Run) -> tuple[CandidateRow, ...]:
+def _candidates(run: Run) -> list[dict[str, Any]]:
+    """The best plans, as rows of `candidates.parquet` with more columns; `ratio` is the step time over the chosen
+    plan's."""
     frame = run.candidates.sort("rank")
     modules = modules_of(frame)
     shown = best_plans(frame, run.plan, modules)
     chosen = [is_plan(row, run.plan, modules) for row in shown.iter_rows(named=True)]
     base_s = shown["step_s"][chosen.index(True)] if any(chosen) else shown["step_s"][0]
-    return tuple(
-        CandidateRow(
-            label=label,
-            step_s=row["step_s"],
-            ratio=row["step_s"] / base_s,
-            idle=row["idle"],
-            memory_gib=max(row[f"{module}_memory_bytes"] for module in modules) / _GIB,
-            bottleneck=row["bottleneck"],
-            is_chosen=mark,
-        )
-        for label, row, mark in zip(
-            plan_labels(frame, shown, modules), shown.iter_rows(named=True), chosen, strict=True
-        )
-    )
+    held = pl.max_horizontal(f"{module}_memory_bytes" for module in modules)
+    columns = {"label": pl.Series(plan_labels(frame, shown, modules)), "is_chosen": pl.Series(chosen)}
+    return shown.with_columns(**columns, ratio=pl.col("step_s") / base_s, memory_gib=held / _GIB).to_dicts()
 
 
 def _other(said: dict[str, Any] | None, text: dict[str, Any]) -> dict[str, Any] | None:

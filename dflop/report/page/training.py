@@ -1,6 +1,5 @@
 """The page's sections on the training: its curves, where a step's time went, and predictions beside measurements."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -9,36 +8,10 @@ from dflop.report.charts.time_split import TIME_PARTS
 from dflop.report.run import TrainedRun
 from dflop.report.style import format_seconds
 
-__all__ = ["TimeSection", "TrainingSection", "step_spread", "time_section", "training_section"]
+__all__ = ["step_spread", "time_section", "training_section"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingSection:
-    """The section on training."""
-
-    finding: str
-    evaluation: dict[str, Any] | None
-    restarts: int
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeSection:
-    """The section on where the time went.
-
-    `shares` are parts of the mean step. `ratios` are measured over predicted seconds, by module and pass. `step_ratio`
-    is the same for the whole pipeline: median, 10th and 90th percentile of steps.
-    """
-
-    verdict: str
-    mean_step_s: float
-    shares: dict[str, float]
-    ratios: dict[str, float]
-    step_ratio: tuple[float, float, float]
-    rerun: str | None
-
-
-def training_section(trained: TrainedRun) -> TrainingSection:
+def training_section(trained: TrainedRun) -> dict[str, Any]:
     """The section, from the metrics and the summary of training."""
     metrics, summary, steady = trained.metrics, trained.summary, trained.steady
     width = max(1, min(5, len(metrics) // 2))
@@ -54,36 +27,39 @@ def training_section(trained: TrainedRun) -> TrainingSection:
         )
         if (count := summary.get(key))
     ]
-    return TrainingSection(
-        finding=(
+    return {
+        "finding": (
             f"Over {len(metrics):,} steps the loss went from {first:.3g} to {last:.3g} nats a target token"
             + (f" (means of {width} steps)" if width > 1 else "")
             + f", at {tokens_per_s:,.0f} LLM tokens a second"
         ),
-        evaluation=summary.get("evaluation"),
-        restarts=summary.get("restarts", 0),
-        notes=tuple(notes),
-    )
+        "evaluation": summary.get("evaluation"),
+        "restarts": summary.get("restarts", 0),
+        "notes": notes,
+    }
 
 
-def time_section(trained: TrainedRun) -> TimeSection | None:
-    """The section; None if no step after the warm-up was observed."""
+def time_section(trained: TrainedRun) -> dict[str, Any] | None:
+    """The section; None if no step after the warm-up was observed.
+
+    `shares` are parts of the mean step. `ratios` are measured over predicted seconds, by module and pass. `step_ratio`
+    is the same for the whole pipeline: median, 10th and 90th percentile of steps.
+    """
     seconds, summary = trained.step_seconds, trained.summary
     split = summary.get("time_split")
     if not len(seconds) or not split:
         return None
     means = seconds.select(pl.col(*TIME_PARTS, "step_s").mean())
     mean_step_s = means["step_s"].item()
-    ratios = (trained.steady["pipeline_s"] / trained.steady["predicted_step_s"]).to_numpy()
-    ordered = pl.Series(ratios)
-    return TimeSection(
-        verdict=split["bound_by"],
-        mean_step_s=mean_step_s,
-        shares={label: means[column].item() / mean_step_s for column, label in TIME_PARTS.items()},
-        ratios=summary.get("measured_over_predicted", {}),
-        step_ratio=tuple(float(ordered.quantile(share, "linear")) for share in (0.5, 0.1, 0.9)),
-        rerun=(summary.get("correction") or {}).get("rerun"),
-    )
+    ratios = trained.steady["pipeline_s"] / trained.steady["predicted_step_s"]
+    return {
+        "verdict": split["bound_by"],
+        "mean_step_s": mean_step_s,
+        "shares": {label: means[column].item() / mean_step_s for column, label in TIME_PARTS.items()},
+        "ratios": summary.get("measured_over_predicted", {}),
+        "step_ratio": [ratios.quantile(share, "linear") for share in (0.5, 0.1, 0.9)],
+        "rerun": (summary.get("correction") or {}).get("rerun"),
+    }
 
 
 def step_spread(trained: TrainedRun) -> str:
