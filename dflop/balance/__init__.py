@@ -7,7 +7,6 @@ demand.
 
 from dflop.balance.ilp import WORK_TIMEOUT_S, CbcProcess, IlpResult, without_cbc
 from dflop.balance.packing import (
-    NO_CAP,
     dealt_at_random,
     descend,
     lpt_buckets,
@@ -22,7 +21,6 @@ from dflop.balance.replicas import balanced_cells
 __all__ = [
     "BY_LENGTH",
     "LPT",
-    "NO_CAP",
     "POLICIES",
     "RANDOM",
     "WORK_TIMEOUT_S",

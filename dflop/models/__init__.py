@@ -6,7 +6,6 @@ and transformers and are never imported here.
 """
 
 from dflop.models.family import (
-    Family,
     check_runnable,
     family_for,
     family_names,
@@ -29,7 +28,6 @@ from dflop.models.spec import (
 
 __all__ = [
     "SOUND_RATE_HZ",
-    "Family",
     "ItemCount",
     "ModelSpec",
     "ModuleSpec",

@@ -11,41 +11,27 @@ import polars as pl
 from dflop.base import written_whole
 from dflop.models import ModelSpec
 from dflop.report.charts.shapes import items_tokens_correlation
+from dflop.report.facts import Facts
 from dflop.report.run import Run
 from dflop.report.schedules import PreviewPrices
-from dflop.report.steps import StepShown
 from dflop.search import read_baselines
 from dflop.shapes import without_unencoded
 
 __all__ = ["write_figures"]
 
 
-def write_figures(
-    path: Path,
-    name: str,
-    run: Run,
-    spec: ModelSpec,
-    prices: PreviewPrices | None,
-    shown: StepShown,
-    *,
-    policy: str,
-    num_too_large: int,
-    is_of_these: bool,
-) -> None:
-    """Write `summary.json`.
-
-    `num_too_large` counts the samples that the plan's devices cannot hold. `is_of_these` says whether the run was
-    trained with the costs and the plan of the other figures.
-    """
+def write_figures(path: Path, facts: Facts, prices: PreviewPrices | None, *, num_too_large: int) -> None:
+    """Write `summary.json`. `num_too_large` counts the samples that the plan's devices cannot hold."""
+    run = facts.run
     summary = {
-        "run": name,
-        "data": _data_figures(run, spec, num_too_large),
+        "run": facts.config.run,
+        "data": _data_figures(run, facts.spec, num_too_large),
         "costs": _cost_figures(run),
         "plan": _plan_figures(run, read_baselines(run.folder / "plan.yaml")),
-        "schedule": _schedule_figures(prices, policy) if prices else None,
-        "one_step": shown.figures,
+        "schedule": _schedule_figures(prices, facts.config.schedule.policy) if prices else None,
+        "one_step": facts.shown.figures,
         "training": run.trained.summary if run.trained else None,
-        "training_is_of_this_plan": is_of_these if run.trained else None,
+        "training_is_of_this_plan": not facts.is_foreign if run.trained else None,
     }
     with written_whole(path) as beside:
         beside.write_text(json.dumps(_rounded(summary), indent=2) + "\n", encoding="utf-8")

@@ -57,17 +57,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     for name in sorted(pictures.keys() - {"shapes"}):
         written.append(out / f"{name}.svg")
         write_picture(pictures[name], written[-1])
-    write_figures(
-        out / "summary.json",
-        config.run,
-        run,
-        facts.spec,
-        preview,
-        facts.shown,
-        policy=config.schedule.policy,
-        num_too_large=len(scheduler.left_out),
-        is_of_these=not facts.is_foreign,
-    )
+    write_figures(out / "summary.json", facts, preview, num_too_large=len(scheduler.left_out))
     return [*written, out / "summary.json"]
 
 

@@ -7,7 +7,7 @@ from dflop.search.epoch import Epoch, hour_of, price_note
 from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.search.final_choice import FINALISTS_WITHIN, with_finalists_scheduled
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.loader_processes import LoadingNeed, loading_need, loading_note, planned_loaders
+from dflop.search.loader_processes import loading_need, loading_note, planned_loaders
 from dflop.search.space import enumerate_space, plan_of
 from dflop.search.too_large_samples import BeyondDevice, beyond_device, leave_out_what_no_plan_holds
 
@@ -19,7 +19,6 @@ __all__ = [
     "Candidate",
     "Epoch",
     "GroupedBatches",
-    "LoadingNeed",
     "PlanPricer",
     "SearchResult",
     "beyond_device",
