@@ -10,21 +10,7 @@ import sys
 import click
 
 from dflop.base import UserError, printable
-from dflop.cli.checking import check_model_command, check_plan_command
-from dflop.cli.comparison import compare_command
-from dflop.cli.costs import fit_costs_command, profile_costs, profile_links
-from dflop.cli.data import (
-    demo_data,
-    list_shards_command,
-    merge_shapes,
-    plot_shapes_command,
-    profile_loading,
-    profile_shapes,
-)
-from dflop.cli.doctor import doctor_command
-from dflop.cli.plans import plan_command, schedule_command
-from dflop.cli.start import init_command
-from dflop.cli.training import report_command, train_command
+from dflop.cli import checking, comparison, costs, data, doctor, plans, start, training
 
 __all__ = ["cli", "main"]
 
@@ -42,27 +28,10 @@ def cli() -> None:
     """
 
 
-for command in (
-    init_command,
-    doctor_command,
-    demo_data,
-    profile_shapes,
-    list_shards_command,
-    merge_shapes,
-    plot_shapes_command,
-    profile_loading,
-    profile_costs,
-    profile_links,
-    fit_costs_command,
-    plan_command,
-    schedule_command,
-    compare_command,
-    check_plan_command,
-    check_model_command,
-    train_command,
-    report_command,
-):
-    cli.add_command(command)
+for module in (checking, comparison, costs, data, doctor, plans, start, training):
+    for command in vars(module).values():
+        if isinstance(command, click.Command):
+            cli.add_command(command)
 
 
 def main() -> None:
