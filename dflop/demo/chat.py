@@ -4,8 +4,6 @@ Most answers are one sentence; tables and stories run to about a hundred words, 
 spread as they do in real chat data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -5,8 +5,6 @@ wanted, and gives at most that many turns, each on another topic. Answers follow
 model can learn them from the picture; questions vary. An answer never names a colour that the scene does not show.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from random import Random

@@ -3,8 +3,6 @@
 The same arguments give the same bytes. Cost: about 10 MB and a few seconds on one core for 400 records.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -4,8 +4,6 @@ Plain pictures are anti-aliased RGB; ruled scans are drawn in palette mode, wher
 a few kilobytes. Noise comes from a generator that the caller seeds.
 """
 
-from __future__ import annotations
-
 from math import cos, pi, sin
 
 import numpy as np

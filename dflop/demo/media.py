@@ -4,8 +4,6 @@ Pictures become PNG or JPEG, clips MPEG-4 in an mp4 container (a codec of every 
 the bit-exact flags), melodies 16 kHz mono 16-bit WAV.
 """
 
-from __future__ import annotations
-
 import wave
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 record's LLaVA form; `conversation_texts` gives the bare text of a dataset, which is what a tokenizer is trained on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random

@@ -5,8 +5,6 @@ needed to draw it. Conversations are written from these descriptions (`conversat
 them (`media.py`), so an answer and its pixels cannot disagree, and the text can be had without drawing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

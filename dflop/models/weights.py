@@ -42,40 +42,29 @@ def draw_weights(
 
     `then` is called with the name and module of each submodule once it is complete, and may replace it in the model.
     """
-    _draw(model, model, "", seed, device, then, is_empty, are_read)
 
+    @torch.no_grad()
+    def draw(module: nn.Module, owner: PreTrainedModel, name: str) -> None:
+        """`owner` is the innermost Hugging Face model that contains the submodule: it initialises the submodule."""
+        for own_name, own in module._parameters.items():
+            if own is not None:  # a new parameter, because `to_empty` cannot replace the data by fake tensors
+                on, dtype = are_read or (device, own.dtype)
+                made = nn.Parameter(torch.empty_like(own, device=on, dtype=dtype), own.requires_grad)
+                made._is_hf_initialized = are_read is not None  # transformers leaves such parameters as they are
+                module._parameters[own_name] = made
+        for own_name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[own_name] = torch.empty_like(buffer, device=device)
+        for child_name, child in list(module.named_children()):
+            child_owner = child if isinstance(child, PreTrainedModel) else owner
+            draw(child, child_owner, f"{name}.{child_name}" if name else child_name)
+        own = list(module._parameters.values())
+        if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else another stage has them
+            _seed_generator(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF), device)
+            owner._init_weights(module)
+        then(name, module)
 
-@torch.no_grad()
-def _draw(
-    module: nn.Module,
-    owner: PreTrainedModel,
-    name: str,
-    seed: int,
-    device: torch.device | str,
-    then: Callable[[str, nn.Module], None],
-    is_empty: bool,
-    are_read: tuple[torch.device | str, torch.dtype] | None,
-) -> None:
-    """`owner` is the innermost Hugging Face model that contains the submodule: it initialises the submodule."""
-    for own_name, own in module._parameters.items():
-        if own is not None:  # a new parameter, because `to_empty` cannot replace the data by fake tensors
-            on, dtype = are_read or (device, own.dtype)
-            made = nn.Parameter(torch.empty_like(own, device=on, dtype=dtype), own.requires_grad)
-            made._is_hf_initialized = are_read is not None  # transformers leaves such parameters as they are
-            module._parameters[own_name] = made
-    for own_name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[own_name] = torch.empty_like(buffer, device=device)
-    for child_name, child in list(module.named_children()):
-        child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _draw(
-            child, child_owner, f"{name}.{child_name}" if name else child_name, seed, device, then, is_empty, are_read
-        )
-    own = list(module._parameters.values())
-    if not is_empty and (not own or any(parameter is not None for parameter in own)):  # else another stage has them
-        _seed_generator(zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF), device)
-        owner._init_weights(module)
-    then(name, module)
+    draw(model, model, "")
 
 
 def _seed_generator(seed: int, device: torch.device | str) -> None:
