@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from dflop.comparison.systems import SYSTEMS
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.plan import Plan
-from dflop.schedule import Assignment, BatchScheduler, GlobalBatches, Pricer, fits, fitted
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, fits, fitted, schedule_of
 from dflop.search import GroupedBatches, pricer_of, search_plans, with_finalists_scheduled
 from dflop.shapes import SampleShapes
 
@@ -22,15 +22,16 @@ __all__ = [
     "OURS",
     "SystemRow",
     "compare_systems",
-    "decided_by",
     "plans_by_speed",
-    "priced",
-    "row_of_steps",
+    "row_of_schedules",
+    "scheduled_by",
 ]
 
 OURS = "dflop"
 # The number of batches on which a system's plan is chosen; they are among those that plans are searched on.
 NUM_TRIED = 2
+# What the status of a schedule says whose samples had to change places.
+_MADE_TO_FIT = "made to fit"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,19 +55,6 @@ class SystemRow:
     gap: float = np.nan
     num_fitted: int = 0
     steps_s: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class PricedStep:
-    """The simulated result of one batch of one system; the fields are those of `SystemRow`."""
-
-    step_s: float
-    idle: float
-    variation: float
-    memory_bytes: float
-    deciding_s: float
-    gap: float
-    was_fitted: bool
 
 
 def compare_systems(
@@ -110,11 +98,11 @@ def _row_of(
     pricers, why_not = plans_by_speed(system, config, spec, costs, samples, shapes)
     for pricer in pricers:
         try:
-            found = [_step_of(system, pricer, shapes[step], config.seed, step) for step in steps]
+            schedules = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
         except UserError as error:  # a plan that the system's own assignments of these batches do not fit into
             why_not = f"{pricer.plan}: {error}"
         else:
-            return row_of_steps(system.name, pricer.plan, found)
+            return row_of_schedules(system.name, pricer, schedules)
     return SystemRow(name=system.name, why_not=why_not)
 
 
@@ -139,7 +127,7 @@ def plans_by_speed(
         return [], str(error)
     for pricer in [pricer_of(candidate.plan, config, spec, costs) for candidate in plans]:
         try:
-            steps = [_step_of(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
+            steps = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
         except UserError as error:
             why_not = str(error)
             continue
@@ -147,12 +135,9 @@ def plans_by_speed(
     return [pricer for _, pricer in sorted(tried, key=lambda pair: pair[0])], why_not
 
 
-def decided_by(
-    system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int
-) -> tuple[Assignment, float, bool]:
-    """A system's assignment of a batch, the seconds that it took to decide, and whether it was changed to fit.
-
-    An assignment that does not fit into memory is changed until it does.
+def scheduled_by(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
+    """A system's schedule of a batch. An assignment that does not fit into memory is changed until it does, which the
+    schedule's status says; `deciding_s` is without that.
 
     Raises:
         UserError: when no assignment is found that fits into memory.
@@ -162,15 +147,10 @@ def decided_by(
     problem = replace(pricer.problem(shapes), max_bucket_tokens=None)
     started = time.perf_counter()
     assignment = pricer.assign(shapes, *np.divmod(system.policy.buckets(problem, rng), problem.num_microbatches))
-    deciding_s = time.perf_counter() - started
-    if fits(pricer, shapes, assignment):
-        return assignment, deciding_s, False
-    return fitted(pricer, shapes, [assignment], rng), deciding_s, True
-
-
-def _step_of(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> PricedStep:
-    assignment, deciding_s, was_fitted = decided_by(system, pricer, shapes, seed, step)
-    return priced(pricer, shapes, assignment, deciding_s, was_fitted=was_fitted)
+    deciding_s, status = time.perf_counter() - started, ""
+    if not fits(pricer, shapes, assignment):
+        assignment, status = fitted(pricer, shapes, [assignment], rng), _MADE_TO_FIT
+    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
 
 
 def _our_row(
@@ -184,32 +164,10 @@ def _our_row(
     found = search_plans(config, spec, costs, samples)
     plan = with_finalists_scheduled(found, config, spec, costs, samples).best.plan
     pricer = pricer_of(plan, config, spec, costs)
-    found = []
     with BatchScheduler(samples, pricer, batches, config.schedule, config.seed).open() as scheduler:
         scheduler.schedule(0)  # so that work done once a run is not timed below
-        for step in steps:
-            decided = scheduler.schedule(step)
-            priced_step = priced(pricer, decided.shapes, decided.assignment, decided.deciding_s, was_fitted=False)
-            assert abs(priced_step.step_s / decided.step_s - 1) < 1e-9
-            found.append(priced_step)
-    return row_of_steps(OURS, plan, found)
-
-
-def priced(
-    pricer: Pricer, shapes: SampleShapes, assignment: Assignment, deciding_s: float, *, was_fitted: bool
-) -> PricedStep:
-    """The simulated result of an assignment that took `deciding_s` seconds to decide."""
-    times = pricer.stage_times(shapes, assignment)
-    timeline = pricer.timeline(times, assignment.slots)
-    return PricedStep(
-        step_s=timeline.step_s,
-        idle=timeline.idle,
-        variation=max(_variations(pricer, times.forward_s + times.backward_s)),
-        memory_bytes=max(pricer.memory_bytes(shapes, assignment).values()),
-        deciding_s=deciding_s,
-        gap=timeline.step_s / pricer.lower_bound_s(shapes) - 1,
-        was_fitted=was_fitted,
-    )
+        schedules = [scheduler.schedule(step) for step in steps]
+    return row_of_schedules(OURS, pricer, schedules)
 
 
 def _variations(pricer: Pricer, seconds: np.ndarray) -> Iterator[float]:
@@ -219,15 +177,22 @@ def _variations(pricer: Pricer, seconds: np.ndarray) -> Iterator[float]:
         yield float(stage_s.std() / stage_s.mean()) if stage_s.any() else 0.0
 
 
-def row_of_steps(name: str, plan: Plan, steps: list[PricedStep]) -> SystemRow:
-    """The row of a system: means over its steps, and the peak of their memory."""
-    columns = ("step_s", "idle", "variation", "deciding_s", "gap")
-    means = {column: float(np.mean([getattr(step, column) for step in steps])) for column in columns}
+def row_of_schedules(name: str, pricer: Pricer, schedules: Sequence[StepSchedule]) -> SystemRow:
+    """The row of a system: means over its schedules, and the peak of their memory."""
+    variations, held_bytes = [], []
+    for own in schedules:
+        times = pricer.stage_times(own.shapes, own.assignment)
+        variations.append(max(_variations(pricer, times.forward_s + times.backward_s)))
+        held_bytes.append(max(pricer.memory_bytes(own.shapes, own.assignment).values()))
     return SystemRow(
         name=name,
-        plan=str(plan),
-        **means,
-        memory_bytes=max(step.memory_bytes for step in steps),
-        num_fitted=sum(step.was_fitted for step in steps),
-        steps_s=[step.step_s for step in steps],
+        plan=str(pricer.plan),
+        step_s=fmean(own.step_s for own in schedules),
+        idle=fmean(own.idle for own in schedules),
+        variation=fmean(variations),
+        memory_bytes=max(held_bytes),
+        deciding_s=fmean(own.deciding_s for own in schedules),
+        gap=fmean(own.step_s / own.lower_bound_s - 1 for own in schedules),
+        num_fitted=sum(_MADE_TO_FIT in own.status for own in schedules),
+        steps_s=[own.step_s for own in schedules],
     )

@@ -26,14 +26,14 @@ import yaml
 from dflop.balance import LPT
 from dflop.base import UserError
 from dflop.comparison.ablation import LPT_ORDERED
-from dflop.comparison.compare import decided_by
+from dflop.comparison.compare import scheduled_by
 from dflop.comparison.system import System
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS, Plan
-from dflop.schedule import GlobalBatches, Pricer
-from dflop.search import Candidate, search_plans
+from dflop.schedule import GlobalBatches
+from dflop.search import Candidate, pricer_of, search_plans
 from dflop.shapes import SampleShapes
 
 FAMILIES = {
@@ -198,17 +198,13 @@ def values_of(plan: Plan) -> list[tuple[str, str]]:
 
 def order_gain(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> float:
     """How much longer the mean step is with balanced groups as they come than with the small ones at both ends."""
-    how = {"trained": config.model.trained, "precision": config.train.precision}
-    pricer = Pricer(plan, costs, spec, config.cluster, **how)
+    pricer = pricer_of(plan, config, spec, costs)
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     steps_s = {}
     for policy in (LPT, LPT_ORDERED):
         system = System(name=policy.name, plans=lambda *_: [], policy=policy)
-        steps_s[policy.name] = 0.0
-        for step in range(4):
-            shapes = samples.take(batches[step])
-            assignment, _, _ = decided_by(system, pricer, shapes, config.seed, step)
-            steps_s[policy.name] += pricer.step_s(shapes, assignment)
+        steps = [scheduled_by(system, pricer, samples.take(batches[step]), config.seed, step) for step in range(4)]
+        steps_s[policy.name] = sum(own.step_s for own in steps)
     return steps_s[LPT.name] / steps_s[LPT_ORDERED.name] - 1
 
 

@@ -12,17 +12,16 @@ from dflop.comparison.compare import (
     NUM_TRIED,
     OURS,
     SystemRow,
-    decided_by,
     plans_by_speed,
-    priced,
-    row_of_steps,
+    row_of_schedules,
+    scheduled_by,
 )
 from dflop.comparison.system import System
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
-from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, schedule_of
+from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule
 from dflop.search import pricer_of
 from dflop.shapes import SampleShapes
 
@@ -95,7 +94,7 @@ def _of_system(
             reason = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
             return Contender(SystemRow(name=system.name, why_not=reason))
         try:
-            schedules = [_schedule(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]
+            schedules = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]
         except UserError as error:
             why_not = str(error)
         else:
@@ -103,21 +102,6 @@ def _of_system(
     return Contender(SystemRow(name=system.name, why_not=why_not))
 
 
-def _schedule(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
-    assignment, deciding_s, was_fitted = decided_by(system, pricer, shapes, seed, step)
-    status = "made to fit" if was_fitted else ""
-    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
-
-
 def _contender(name: str, pricer: Pricer, schedules: Sequence[StepSchedule], counted: range) -> Contender:
-    steps = [
-        priced(
-            pricer,
-            schedule.shapes,
-            schedule.assignment,
-            schedule.deciding_s,
-            was_fitted="made to fit" in schedule.status,
-        )
-        for schedule in schedules[counted.start : counted.stop]
-    ]
-    return Contender(row_of_steps(name, pricer.plan, steps), pricer.plan, schedules)
+    row = row_of_schedules(name, pricer, schedules[counted.start : counted.stop])
+    return Contender(row, pricer.plan, schedules)

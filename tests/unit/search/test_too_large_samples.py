@@ -7,8 +7,15 @@ import pytest
 from spaces import make_config
 
 from dflop.base import UserError
-from dflop.schedule import GlobalBatches, Pricer, alone_bytes, leave_out_too_large
-from dflop.search import BeyondDevice, beyond_device, enumerate_space, leave_out_what_no_plan_holds, plan_of
+from dflop.schedule import GlobalBatches, alone_bytes, leave_out_too_large
+from dflop.search import (
+    BeyondDevice,
+    beyond_device,
+    enumerate_space,
+    leave_out_what_no_plan_holds,
+    plan_of,
+    pricer_of,
+)
 
 CONFIG = make_config(4, 8, memory_gib=1.0)
 
@@ -17,10 +24,6 @@ def with_a_giant(samples, index, num_tokens):
     tokens = samples.llm_tokens.copy()
     tokens[index] = num_tokens
     return dataclasses.replace(samples, llm_tokens=tokens)
-
-
-def pricer_of(plan, config, spec, costs) -> Pricer:
-    return Pricer(plan, costs, spec, config.cluster, precision=config.train.precision)
 
 
 def undrawn(samples) -> int:
