@@ -15,21 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from test_qwen_vl_shapes import RELEASED, sizes
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
-from dflop.base import UserError
 from dflop.config import load_config
 from dflop.models.qwen2_5_vl import PRESETS, Qwen25VlShapes, make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.shapes.reader import MediumSize, ShapeReader
 from dflop.shapes.records import RecordError, parse_record
-
-sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
-sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))
-RELEASED = {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen2_5_vl_7b", "as released"])
@@ -123,18 +119,3 @@ def test_a_config_without_sections_is_read_as_transformers_reads_it():
 def test_limits_are_the_checkpoints_own(processor, picture, frame):
     rules = make_spec("mine", PRESETS["qwen2_5_vl_7b"], processor).rules
     assert (rules.picture, rules.frame) == (PixelLimits(*picture), PixelLimits(*frame))
-
-
-@pytest.mark.parametrize(
-    ("fields", "processor", "complaint"),
-    [
-        ({}, {"patch_size": 16}, "has `patch_size` 16, but by its config.json it is 28"),
-        ({}, {"size": {"shortest_edge": 9000, "longest_edge": 100}}, "scales to 9000 to 100 pixels; mend `size`"),
-        ({"text_config": {"use_sliding_window": True}}, {}, "`use_sliding_window`: true; only attention to all tokens"),
-        ({"vision_config": {"out_hidden_size": 96}}, {}, "`vision_config.out_hidden_size` 96, but its LLM has .* 128"),
-    ],
-)
-def test_what_contradicts_or_is_not_known_is_refused_by_name(fields, processor, complaint):
-    config = PRESETS["tiny"] | {key: PRESETS["tiny"][key] | own for key, own in fields.items()}
-    with pytest.raises(UserError, match=complaint):
-        make_spec("mine", config, processor)

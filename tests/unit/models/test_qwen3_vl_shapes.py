@@ -15,10 +15,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from test_qwen_vl_shapes import sizes
 from transformers import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from dflop.base import UserError
 from dflop.config import DataConfig, VideoConfig
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.models.qwen3_vl import PRESETS, Qwen3VlShapes, make_spec
@@ -27,8 +27,6 @@ from dflop.shapes.media import VideoHeader, frame_indices
 from dflop.shapes.reader import MediumSize, ShapeReader
 from dflop.shapes.records import parse_record
 
-sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
-sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 200 * min(size))
 TINY = make_spec("a model", PRESETS["tiny"])
 CAPPED = {"video_processor": {"cap_pixels_per_frame": True, "max_video_tokens": 300}}
 
@@ -136,23 +134,3 @@ def test_limits_are_the_checkpoints_own_or_those_of_the_released_ones():
     own = {"size": {"shortest_edge": 4000, "longest_edge": 9000}}
     rules = make_spec("mine", PRESETS["qwen3_vl_8b"], own | {"video_processor": own}).rules
     assert rules.picture == rules.clip == PixelLimits(4000, 9000)
-
-
-@pytest.mark.parametrize(
-    ("fields", "processor", "complaint"),
-    [
-        ({}, {"patch_size": 14}, "has `patch_size` 14, but by its config.json it is 32"),
-        ({"vision_config": {"out_hidden_size": 96}}, {}, "`vision_config.out_hidden_size` 96, but its LLM has .* 128"),
-        (
-            {"vision_config": {"deepstack_visual_indexes": [0, 4]}},
-            {},
-            r"indexes` \[0, 4\]; .* layers of the 4 from 0 on",
-        ),
-        ({"vision_config": {"deepstack_visual_indexes": [2, 1]}}, {}, "each once and in order"),
-        ({"text_config": {"num_hidden_layers": 2}}, {}, "3 `vision_config.deepstack_visual_indexes`, but its LLM has"),
-    ],
-)
-def test_what_contradicts_or_is_not_known_is_refused_by_name(fields, processor, complaint):
-    config = PRESETS["tiny"] | {key: PRESETS["tiny"][key] | own for key, own in fields.items()}
-    with pytest.raises(UserError, match=complaint):
-        make_spec("mine", config, processor)

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from dflop.base import UserError
 from dflop.config import AudioConfig
 from dflop.models import ShapeRules, qwen2_5_vl, qwen3_vl
 from dflop.models.audio import whisper_audio
@@ -150,3 +151,31 @@ def test_audio_has_the_whisper_rule_and_its_placeholder_alone(rules):
     count = rules.audio(12.3, AudioConfig())
     assert count == whisper_audio(12.3, AudioConfig())
     assert rules.in_text("audio", count) == rules.placeholder("audio") == "<audio>"
+
+
+CONTRADICTIONS = {
+    "qwen2_5_vl": [
+        ({}, {"patch_size": 16}, "has `patch_size` 16, but by its config.json it is 28"),
+        ({}, {"size": {"shortest_edge": 9000, "longest_edge": 100}}, "scales to 9000 to 100 pixels; mend `size`"),
+        ({"text_config": {"use_sliding_window": True}}, {}, "`use_sliding_window`: true; only attention to all tokens"),
+        ({"vision_config": {"out_hidden_size": 96}}, {}, "`vision_config.out_hidden_size` 96, but its LLM has .* 128"),
+    ],
+    "qwen3_vl": [
+        ({}, {"patch_size": 14}, "has `patch_size` 14, but by its config.json it is 32"),
+        ({"vision_config": {"out_hidden_size": 96}}, {}, "`vision_config.out_hidden_size` 96, but its LLM has .* 128"),
+        ({"vision_config": {"deepstack_visual_indexes": [0, 4]}}, {}, r"\[0, 4\]; .* layers of the 4 from 0 on"),
+        ({"vision_config": {"deepstack_visual_indexes": [2, 1]}}, {}, "each once and in order"),
+        ({"text_config": {"num_hidden_layers": 2}}, {}, "3 `vision_config.deepstack_visual_indexes`, but its LLM has"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "processor", "complaint"),
+    [(family, *case) for family, cases in CONTRADICTIONS.items() for case in cases],
+)
+def test_what_contradicts_or_is_not_known_is_refused_by_name(family, fields, processor, complaint):
+    module, _ = FAMILIES[family]
+    config = module.PRESETS["tiny"] | {key: module.PRESETS["tiny"][key] | own for key, own in fields.items()}
+    with pytest.raises(UserError, match=complaint):
+        module.make_spec("mine", config, processor)
