@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import WhisperFeatureExtractor
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
-from dflop.config import AudioConfig
+from dflop.config import AudioConfig, ModelConfig
+from dflop.models import load_model_spec
 from dflop.models.audio import whisper_audio
 
 SAMPLE_RATE = 16_000
@@ -73,3 +74,11 @@ def test_a_longer_sound_never_takes_less(seconds, more):
     assert long.num_items >= short.num_items
     assert long.num_tokens >= short.num_tokens
     assert short.num_items == max(1, math.ceil(seconds / 30))
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_family_without_an_audio_encoder_has_this_rule_and_its_placeholder_alone(family):
+    rules = load_model_spec(ModelConfig(family=family)).rules
+    count = rules.audio(12.3, QWEN2_AUDIO)
+    assert count == whisper_audio(12.3, QWEN2_AUDIO)
+    assert rules.in_text("audio", count) == rules.placeholder("audio") == "<audio>"

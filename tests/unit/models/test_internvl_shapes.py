@@ -16,9 +16,7 @@ from transformers import InternVLConfig, InternVLModel, InternVLProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from dflop.base import UserError
-from dflop.config import AudioConfig
 from dflop.models import ItemCount
-from dflop.models.audio import whisper_audio
 from dflop.models.internvl import PRESETS, InternvlShapes, make_spec
 
 sides = st.one_of(st.integers(1, 10_000), st.integers(1, 150))
@@ -181,12 +179,6 @@ def test_a_clip_is_one_tile_a_frame_and_stands_in_the_text_as_transformers_write
     count = oracle.rules.video(num_frames, 64, 48)
     assert count[:2] == (num_frames, oracle.features(num_frames))
     assert with_tokens(oracle.rules.in_text("video", count), count) == oracle.text_of_video(num_frames)
-
-
-def test_audio_has_the_whisper_rule_and_its_placeholder_alone(real):
-    count = real.rules.audio(12.3, AudioConfig())
-    assert count == whisper_audio(12.3, AudioConfig())
-    assert real.rules.in_text("audio", count) == real.rules.placeholder("audio") == "<audio>"
 
 
 def test_the_text_holds_no_other_special_token_than_those_that_are_named(real):

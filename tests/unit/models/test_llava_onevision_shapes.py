@@ -149,7 +149,7 @@ def test_frames_pass_through_the_steps_of_a_picture_that_needs_no_cutting():
     np.testing.assert_allclose(item, ((noise / 255 - mean) / std).transpose(2, 0, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+@pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_placeholder_stays_in_the_text_as_it_is(kind):
     rules = make_spec("tiny", PRESETS["tiny"]).rules
     assert rules.special_tokens == ()

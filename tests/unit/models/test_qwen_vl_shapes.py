@@ -16,9 +16,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dflop.base import UserError
-from dflop.config import AudioConfig
 from dflop.models import ShapeRules, qwen2_5_vl, qwen3_vl
-from dflop.models.audio import whisper_audio
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen3_vl.processing import Qwen3VlPatches
 from dflop.shapes.reader import MediumShape, PlacedText, expand_text, place_positions
@@ -145,12 +143,6 @@ def test_the_processor_makes_the_items_that_the_rules_promise_and_transformers_p
     found = processor.pixel_values.of(torch.from_numpy(np.concatenate(items)), torch.float32)
     np.testing.assert_array_equal(found.view(-1, processor.patch_values), made["pixel_values"])
     assert len(processor.frames([pictures[0]] * 3)) == spec.rules.video(3, *many[0]).num_items
-
-
-def test_audio_has_the_whisper_rule_and_its_placeholder_alone(rules):
-    count = rules.audio(12.3, AudioConfig())
-    assert count == whisper_audio(12.3, AudioConfig())
-    assert rules.in_text("audio", count) == rules.placeholder("audio") == "<audio>"
 
 
 CONTRADICTIONS = {
