@@ -7,6 +7,7 @@ from dflop.models import ModelSpec
 from dflop.report.memory import MemorySection
 from dflop.report.run import Run, TrainedRun
 from dflop.report.savings import SavingsSection
+from dflop.report.schedules import PreviewPrices
 from dflop.report.steps import StepShown
 
 __all__ = ["Facts"]
@@ -15,12 +16,14 @@ __all__ = ["Facts"]
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Facts:
     """`trained` is the training, if it was done with this plan and these costs; None if there is no training yet, or it
-    was done with others. `savings` is None for a plan without baselines."""
+    was done with others. `preview` is None for a run without `schedule.parquet`, and `savings` for a plan without
+    baselines."""
 
     config: Config
     spec: ModelSpec
     run: Run
     trained: TrainedRun | None
+    preview: PreviewPrices | None
     shown: StepShown
     memory: MemorySection
     savings: SavingsSection | None

@@ -20,7 +20,7 @@ from dflop.shapes import without_unencoded
 __all__ = ["write_figures"]
 
 
-def write_figures(path: Path, facts: Facts, prices: PreviewPrices | None, *, num_too_large: int) -> None:
+def write_figures(path: Path, facts: Facts, *, num_too_large: int) -> None:
     """Write `summary.json`. `num_too_large` counts the samples that the plan's devices cannot hold."""
     run = facts.run
     summary = {
@@ -28,7 +28,7 @@ def write_figures(path: Path, facts: Facts, prices: PreviewPrices | None, *, num
         "data": _data_figures(run, facts.spec, num_too_large),
         "costs": _cost_figures(run),
         "plan": _plan_figures(run, read_baselines(run.folder / "plan.yaml")),
-        "schedule": _schedule_figures(prices, facts.config.schedule.policy) if prices else None,
+        "schedule": _schedule_figures(facts.preview, facts.config.schedule.policy) if facts.preview else None,
         "one_step": facts.shown.figures,
         "training": run.trained.summary if run.trained else None,
         "training_is_of_this_plan": not facts.is_foreign if run.trained else None,

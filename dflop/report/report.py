@@ -57,7 +57,7 @@ def write_report(config: Config, run_folder: Path, out: Path) -> list[Path]:
     for name in sorted(pictures.keys() - {"shapes"}):
         written.append(out / f"{name}.svg")
         write_picture(pictures[name], written[-1])
-    write_figures(out / "summary.json", facts, preview, num_too_large=len(scheduler.left_out))
+    write_figures(out / "summary.json", facts, num_too_large=len(scheduler.left_out))
     return [*written, out / "summary.json"]
 
 
@@ -77,12 +77,12 @@ def _facts(
         spec=load_model_spec(config.model),
         run=run,
         trained=trained,
+        preview=preview,
         shown=shown,
         memory=memory_section(scheduler.pricer, shown.schedule, preview, predicted_bytes, measured_bytes),
         savings=savings_section(
             run,
             trained,
-            preview,
             config.cluster,
             num_samples=len(scheduler.samples),
             batch_size=config.train.global_batch_size,

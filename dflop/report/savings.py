@@ -11,7 +11,6 @@ from typing import Any
 
 from dflop.config import ClusterConfig
 from dflop.report.run import Run, TrainedRun
-from dflop.report.schedules import PreviewPrices
 from dflop.search import TODAY, Epoch, hour_of
 
 __all__ = ["SavingsSection", "savings_section"]
@@ -39,24 +38,15 @@ class SavingsSection:
 
     finding: str
     others: tuple[Other, ...]
-    step_s: float
-    measured_step_s: float | None
-    idle: float | None
-    measured_idle: float | None
-    num_batches: int
     hours: float
     hours_are: str
     horizon: str
     hour: str
-    cost_of_hour: float | None
-    regrouping: PreviewPrices | None
-    costs_source: str
 
 
 def savings_section(
     run: Run,
     trained: TrainedRun | None,
-    preview: PreviewPrices | None,
     cluster: ClusterConfig,
     *,
     num_samples: int,
@@ -77,18 +67,10 @@ def savings_section(
     return SavingsSection(
         finding=_finding(others, run.costs_source),
         others=others,
-        step_s=step_s,
-        measured_step_s=trained.summary.get("step_s") if trained else None,
-        idle=predicted.get("idle"),
-        measured_idle=trained.summary.get("idle") if trained else None,
-        num_batches=predicted.get("num_batches", 0),
         hours=hours,
         hours_are=hours_are,
         horizon=horizon,
         hour=hour_of(cluster),
-        cost_of_hour=cluster.gpu_hour_cost,
-        regrouping=preview,
-        costs_source=run.costs_source,
     )
 
 

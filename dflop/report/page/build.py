@@ -19,8 +19,7 @@ from dflop.report.page.data import data_section
 from dflop.report.page.plans import plan_section
 from dflop.report.page.training import step_spread, time_section, training_section
 from dflop.report.picture import Picture, page_view, script
-from dflop.report.run import Run, TrainedRun
-from dflop.report.savings import SavingsSection
+from dflop.report.run import TrainedRun
 from dflop.report.style import PALETTE, format_count, format_seconds
 from dflop.schedule import BatchScheduler
 
@@ -61,7 +60,7 @@ def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchSc
             version=version("dflop"),
             created=run.costs_meta.get("created", ""),
             verdict=_verdict(plan["next"], costs, trained, time),
-            tiles=_tiles(run, costs, trained, facts.savings),
+            tiles=_tiles(facts, costs),
             data=data_section(run.samples, run.rejects, scheduler.left_out, facts.spec),
             costs=costs,
             plan=plan,
@@ -71,6 +70,9 @@ def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchSc
             training=training_section(trained) if trained else None,
             time=time,
             savings=facts.savings,
+            predicted=run.plan_text.get("predicted"),
+            trained=trained,
+            preview=facts.preview,
             pictures=pictures,
             panels=panels,
             views={id: page_view(panel) for of_picture in panels.values() for id, panel in of_picture.items()},
@@ -124,10 +126,9 @@ def _verdict(
     return f"Not trained yet; predicted{of_costs}, it is: {following}"
 
 
-def _tiles(
-    run: Run, costs: Mapping[str, Any], trained: TrainedRun | None, savings: SavingsSection | None
-) -> Sequence[Tile]:
-    predicted: dict[str, Any] = run.plan_text.get("predicted", {})
+def _tiles(facts: Facts, costs: Mapping[str, Any]) -> Sequence[Tile]:
+    trained, savings, price = facts.trained, facts.savings, facts.config.cluster.gpu_hour_cost
+    predicted: dict[str, Any] = facts.run.plan_text.get("predicted", {})
     tiles = []
     if trained and "step_s" in trained.summary:
         tiles.append(Tile("Step", format_seconds(trained.summary["step_s"]), "measured", step_spread(trained)))
@@ -142,7 +143,7 @@ def _tiles(
                 far = f"; single batches {other.least:.2f}x to {other.most:.2f}x" if other.least else ""
                 name, _, style = other.name.removesuffix(")").rpartition(" (")
                 tiles.append(Tile(f"{style} instead", f"{other.ratio:.2f}x", "predicted", f"as long; {name}{far}"))
-        cost = f", {savings.hours * savings.cost_of_hour:,.2f} in money" if savings.cost_of_hour else ""
+        cost = f", {savings.hours * price:,.2f} in money" if price else ""
         tiles.append(Tile(f"{savings.hour}s", _three(savings.hours), savings.hours_are, f"{savings.horizon}{cost}"))
     if costs["median_error"] is not None:
         tiles.append(Tile("Cost error", f"{costs['median_error']:.0%}", "measured", "median, on unseen stages"))
