@@ -143,17 +143,18 @@ def test_an_oversized_batch_is_not_tried():
         assert (result.status, result.bucket is start, cbc.pid) == ("too_large", True, None)
 
 
-def test_a_hanging_child_is_killed_and_the_next_solve_has_a_new_one():
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGSTOP, "timeout"), (signal.SIGKILL, "died")])
+def test_a_child_that_hangs_or_is_dead_is_counted_once_and_replaced(sent, status):
     problem, start = hard_problem()
     with CbcProcess() as cbc:
-        stopped = pid_once_started(cbc)
-        os.kill(stopped, signal.SIGSTOP)
+        spoiled = pid_once_started(cbc)
+        os.kill(spoiled, sent)
         result = cbc.solve(problem, start, time_limit_s=0.05)
-        assert (result.status, result.bucket is start) == ("timeout", True)
+        assert (result.status, result.bucket is start) == (status, True)
         assert cbc.pid is None
         with pytest.raises(ProcessLookupError):
-            os.kill(stopped, 0)
-        assert pid_once_started(cbc) != stopped
+            os.kill(spoiled, 0)
+        assert pid_once_started(cbc) != spoiled
 
 
 def test_a_request_larger_than_the_pipe_does_not_block_on_a_hanging_child():
@@ -162,16 +163,6 @@ def test_a_request_larger_than_the_pipe_does_not_block_on_a_hanging_child():
     with CbcProcess() as cbc:
         os.kill(pid_once_started(cbc), signal.SIGSTOP)
         assert cbc.solve(problem, start, time_limit_s=0.05).status == "timeout"
-
-
-def test_a_dead_child_is_counted_once_and_replaced():
-    problem, start = hard_problem()
-    with CbcProcess() as cbc:
-        killed = pid_once_started(cbc)
-        os.kill(killed, signal.SIGKILL)
-        result = cbc.solve(problem, start, time_limit_s=0.05)
-        assert (result.status, result.bucket is start) == ("died", True)
-        assert pid_once_started(cbc) != killed
 
 
 def test_without_a_cbc_library_the_start_comes_back_with_the_reason(monkeypatch, tmp_path):
