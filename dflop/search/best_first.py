@@ -27,7 +27,7 @@ from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
-from dflop.search.pins import pins_of
+from dflop.search.pins import without_each
 from dflop.search.pipeline_bounds import MeanPipelines
 from dflop.search.recompute import JustEnough
 from dflop.search.row_bounds import MARGIN, Row, RowBounds
@@ -311,7 +311,7 @@ class _Search:
         )
 
     def _or_loosen_pins(self) -> str:
-        pins = pins_of(self._config.plan.fixed) if self._config.plan.fixed else []
+        pins = without_each(self._config.plan.fixed) if self._config.plan.fixed else []
         return f", or loosen `plan.fixed` ({', '.join(pins)})" if pins else ""
 
     def _nearest(self) -> tuple[float, Plan]:

@@ -4,16 +4,11 @@ from dataclasses import replace
 
 from dflop.config import FixedPlan
 
-__all__ = ["pins_of", "without_each"]
-
-
-def pins_of(fixed: FixedPlan) -> list[str]:
-    """Each pin as text, such as `llm tp=2`."""
-    return list(without_each(fixed))
+__all__ = ["without_each"]
 
 
 def without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
-    """For each pin as text, the pins without it."""
+    """For each pin as text, such as `llm tp=2`, the pins without it."""
     without = {}
     for module, grid in fixed.modules.items():
         for size in ("tp", "pp", "dp", "sharding"):

@@ -18,7 +18,7 @@ from dflop.config import Config, FixedPlan, PlanConfig
 from dflop.models import ModelSpec, check_modules
 from dflop.plan import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, SHARDINGS, Grid, Plan, split_layers
 from dflop.plan.layout_key import LayoutKey, ModuleLayout
-from dflop.search.pins import pins_of, without_each
+from dflop.search.pins import without_each
 
 __all__ = [
     "Splits",
@@ -305,7 +305,7 @@ def _why_nothing(
     cluster, fixed = config.cluster, within.fixed
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
     if fixed:
-        what += f" with `{pins_are}` ({', '.join(pins_of(fixed))})"
+        what += f" with `{pins_are}` ({', '.join(without_each(fixed))})"
     known = ", ".join(
         f"{module} {'/'.join(str(layout.tp) for layout in of_module)}" for module, of_module in layouts.items()
     )
