@@ -90,13 +90,13 @@ def load_runtime(name: str) -> "FamilyRuntime":
         UserError: when the family has no `runtime.py` yet.
     """
     check_runnable(name)
-    return _module(name, "runtime").RUNTIME
+    return importlib.import_module(f"dflop.models.{name}.runtime").RUNTIME
 
 
 def check_runnable(name: str) -> None:
     """Raise `UserError` for a family whose models cannot be built."""
-    if not (family_of(name) and _has(name, "runtime")):
-        runnable = " or ".join(other for other in family_names() if _has(other, "runtime"))
+    if not (family_of(name) and _has_runtime(name)):
+        runnable = " or ".join(other for other in family_names() if _has_runtime(other))
         raise UserError(
             f"`model.family` is {name!r}, which cannot be measured or trained yet. Its shapes can be profiled. For "
             f"costs, plans and training, use `model.family: {runnable}`"
@@ -154,7 +154,7 @@ def model_digest(model: ModelConfig) -> str:
 def _way_out(model_type: Any) -> str:
     """What to do with a checkpoint of this type."""
     if own := family_for(model_type):
-        limits = "" if _has(own, "runtime") else " (for shapes only)"
+        limits = "" if _has_runtime(own) else " (for shapes only)"
         return f"use `model.family: {own}`{limits}"
     for name in family_names():
         if advice := family_of(name).other_checkpoints.get(model_type):
@@ -162,11 +162,5 @@ def _way_out(model_type: Any) -> str:
     return f"known are {', '.join(family_names())}; {_HOW_TO_ADD}"
 
 
-def _module(family: str, part: str) -> Any:
-    """A module of a family's folder."""
-    return importlib.import_module(f"dflop.models.{family}.{part}")
-
-
-def _has(family: str, part: str) -> bool:
-    """Whether a family's folder holds this module."""
-    return importlib.util.find_spec(f"dflop.models.{family}.{part}") is not None
+def _has_runtime(family: str) -> bool:
+    return importlib.util.find_spec(f"dflop.models.{family}.runtime") is not None
