@@ -127,8 +127,8 @@ def edge_tokens(plan: Plan, module: str, shapes: SampleShapes) -> np.ndarray:
 @kernel
 def sums_by_cell(cell, values, num_cells):
     """Sums of the samples' `values` [num_values, num_samples] in each cell, [num_values, num_cells]."""
-    for own in cell:
-        assert 0 <= own < num_cells
+    for number in cell:
+        assert 0 <= number < num_cells
     sums = np.zeros((len(values), num_cells))
     for row in range(len(values)):
         for sample in range(len(cell)):

@@ -164,12 +164,12 @@ class Learner:
             load_bin, segment_bin = bins_of(loads)
             usable = np.isfinite(table_s) & np.isfinite(measured_s) & (table_s > 0) & (measured_s > 0)
             for way, direction in enumerate(PASSES):
-                own = usable[way]
-                places = np.stack([load_bin[own], segment_bin[own]], axis=1)
+                chosen = usable[way]
+                places = np.stack([load_bin[chosen], segment_bin[chosen]], axis=1)
                 for place in np.unique(places, axis=0):
                     alike = (places == place).all(axis=1)
                     key = BinKey(module, direction, int(place[0]), int(place[1]))
-                    new = [measured_s[way][own][alike].sum(), table_s[way][own][alike].sum(), alike.sum()]
+                    new = [measured_s[way][chosen][alike].sum(), table_s[way][chosen][alike].sum(), alike.sum()]
                     sums[key] = sums.get(key, 0.0) + np.array(new, dtype=float)
         for key, (measured, by_table, num_cells) in sums.items():
             self.bins[key] = _followed(self.bins.get(key), float(measured / by_table), int(num_cells))
@@ -189,7 +189,7 @@ class Learner:
         log_ratio, log_factor, weight = (np.concatenate(each) for each in (log_ratios, log_factors, weights))
         if weight.size:
             both = (log_ratio, log_ratio - log_factor)
-            self.held_out = self.held_out.after(*(_spread(own, weight / weight.sum()) for own in both))
+            self.held_out = self.held_out.after(*(_spread(ratios, weight / weight.sum()) for ratios in both))
 
     @property
     def corrections(self) -> Corrections:
@@ -328,7 +328,7 @@ def _believed(groups: list[dict[Any, LearnedBin]]) -> list[tuple[float, np.ndarr
         return []
     mean = float(np.mean(middles))
     drawn = mean + _drawn(np.array(middles) - mean, float(np.mean(errors)))
-    return [(middle, middle + own) for middle, own in zip(drawn.tolist(), distances, strict=True)]
+    return [(middle, middle + distance) for middle, distance in zip(drawn.tolist(), distances, strict=True)]
 
 
 def _drawn(distances: np.ndarray, error: float) -> np.ndarray:

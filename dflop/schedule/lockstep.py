@@ -14,7 +14,7 @@ def lasting_s(plan: Plan, seconds: np.ndarray) -> np.ndarray:
     lasting = np.array(seconds)
     for stage in stages_of(plan):
         num_shards = plan.grid(stage.module).num_shards
-        own = lasting[..., stage.first_node : stage.first_node + stage.dp, :]
-        groups = own.reshape(*own.shape[:-2], -1, num_shards, own.shape[-1])
-        own[:] = np.broadcast_to(groups.max(axis=-2, keepdims=True), groups.shape).reshape(own.shape)
+        of_stage = lasting[..., stage.first_node : stage.first_node + stage.dp, :]
+        groups = of_stage.reshape(*of_stage.shape[:-2], -1, num_shards, of_stage.shape[-1])
+        of_stage[:] = np.broadcast_to(groups.max(axis=-2, keepdims=True), groups.shape).reshape(of_stage.shape)
     return lasting

@@ -180,8 +180,8 @@ def _even_in_bytes(pricer: Pricer, shapes: SampleShapes) -> Assignment:
     """An assignment that balances the bytes that samples take in each module's fullest stage."""
     kept = {grid.module: np.zeros(len(shapes)) for grid in pricer.plan.grids}
     of_stages = pricer.memory.of_stages(samples_alone(pricer.plan, shapes))
-    for stage, own in zip(pricer.stages, of_stages, strict=True):
-        kept[stage.module] = np.maximum(kept[stage.module], own.kept + own.passing)
+    for stage, sizes in zip(pricer.stages, of_stages, strict=True):
+        kept[stage.module] = np.maximum(kept[stage.module], sizes.kept + sizes.passing)
     llm = pricer.plan.grid("llm")
     problem = BatchProblem(
         loads_s=np.column_stack([kept[grid.module] * (llm.dp / grid.dp) for grid in pricer.plan.grids]),
@@ -203,22 +203,22 @@ def _peaks(
     slots: dict[int, np.ndarray] = {}
     encoders_held: dict[int, np.ndarray] = {}
     fullest = np.zeros(num_samples)
-    for (stage, own), size in zip(of_stages, pricer.memory.slot_bytes(pricer.compiled), strict=True):
+    for (stage, sizes), size in zip(of_stages, pricer.memory.slot_bytes(pricer.compiled), strict=True):
         for worker in stage.workers(replicas[stage.module]):
-            slots[worker] = slots.get(worker, 0.0) + size * own.edge_tokens
-    for stage, own in of_stages:
+            slots[worker] = slots.get(worker, 0.0) + size * sizes.edge_tokens
+    for stage, sizes in of_stages:
         for worker in stage.workers(replicas[stage.module]):
-            now = held.get(worker, pricer.memory.resident_bytes[worker] + slots[worker]) + own.kept
-            fullest = np.maximum(fullest, now + own.passing)
+            now = held.get(worker, pricer.memory.resident_bytes[worker] + slots[worker]) + sizes.kept
+            fullest = np.maximum(fullest, now + sizes.passing)
             if pricer.stage_costs.trained.has_backward(stage):
                 held[worker] = now
         if stage.module != "llm":
             encoders_held = dict(held)
     # The first encoder backward runs while the activations of all encoders are still held.
-    for stage, own in of_stages:
+    for stage, sizes in of_stages:
         if stage.module != "llm" and pricer.stage_costs.trained.has_backward(stage):
             for worker in stage.workers(replicas[stage.module]):
-                fullest = np.maximum(fullest, encoders_held[worker] + own.passing)
+                fullest = np.maximum(fullest, encoders_held[worker] + sizes.passing)
     return fullest
 
 
@@ -237,11 +237,11 @@ def _replicas_that_differ(pricer: Pricer) -> Iterator[dict[str, int]]:
     encoders = [stage for stage in stages if stage.module != "llm"]
     choices = []
     for encoder in encoders:
-        apart = [own for own in range(encoder.dp) if of_llm.isdisjoint(encoder.workers(own))]
+        apart = [replica for replica in range(encoder.dp) if of_llm.isdisjoint(encoder.workers(replica))]
         spread = np.linspace(0, len(apart) - 1, min(len(apart), len(encoders))).astype(int)
         choices.append([apart[place] for place in spread] or range(encoder.dp))
     for replicas in itertools.product(*choices):
-        yield {"llm": 0, **{encoder.module: own for encoder, own in zip(encoders, replicas, strict=True)}}
+        yield {"llm": 0, **{encoder.module: replica for encoder, replica in zip(encoders, replicas, strict=True)}}
 
 
 def _detail(shapes: SampleShapes, index: int, needed_bytes: float, limit_bytes: float) -> str:

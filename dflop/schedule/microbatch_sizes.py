@@ -119,7 +119,7 @@ class _StepProgram:
         llm_dp = plan.grid("llm").dp
         self._text, self._media = self._cells(of_whole, num_samples, llm_dp, self._cap(pricer, whole))
         syncs = (pricer.sync_s, pricer.early_sync_s, pricer.late_sync_s)
-        syncs = (None if own is None else own[first].repeat(compiled.stages[:, DP]) for own in syncs)
+        syncs = (None if sync is None else sync[first].repeat(compiled.stages[:, DP]) for sync in syncs)
         self._add_computations(compiled, sync_parts(compiled, *syncs), llm_dp)
 
     def _mean_s(self, mean: list[float]) -> float:
@@ -151,16 +151,16 @@ class _StepProgram:
         text = program.variables(num_microbatches, 5)
         media = [program.variables(num_microbatches, replicas, 5) for replicas in self._replicas]
         # The media of a sample may go to any replica of each encoder, independently of those of the first encoder.
-        parts = [self.part, *(program.variables(num_kinds, num_microbatches, own) for own in self._replicas[1:])]
-        for own in self.part:
-            program.require((own, 1.0), at_least=1.0)
-            program.require((own, -1.0), at_least=-1.0)
+        parts = [self.part, *(program.variables(num_kinds, num_microbatches, count) for count in self._replicas[1:])]
+        for of_kind in self.part:
+            program.require((of_kind, 1.0), at_least=1.0)
+            program.require((of_kind, -1.0), at_least=-1.0)
         for microbatch in range(num_microbatches):
-            own = self.part[:, microbatch]
-            program.require((own, num_samples[:, None]), at_least=llm_dp)  # No bucket is empty.
+            of_kinds = self.part[:, microbatch]
+            program.require((of_kinds, num_samples[:, None]), at_least=llm_dp)  # No bucket is empty.
             program.require((text[microbatch, _TOKENS], -1.0), at_least=-cap)
             for load in range(5):
-                program.require((text[microbatch, load], 1.0), (own, -of_whole[:, -1, load, None]))
+                program.require((text[microbatch, load], 1.0), (of_kinds, -of_whole[:, -1, load, None]))
                 for encoder, its_part in enumerate(parts[: self._num_encoders]):
                     for replica in range(self._replicas[encoder]):
                         of_replica = -self._replicas[encoder] * of_whole[:, encoder, load]
@@ -171,7 +171,7 @@ class _StepProgram:
             for other in parts[1:]:
                 for kind in range(num_kinds):
                     for sign in (1.0, -1.0):
-                        program.require((own[kind], sign), (other[kind, microbatch], -sign))
+                        program.require((of_kinds[kind], sign), (other[kind, microbatch], -sign))
         return text, media
 
     def _add_computations(self, compiled: CompiledPlan, syncs: SyncParts, llm_dp: int) -> None:
@@ -180,27 +180,27 @@ class _StepProgram:
         program, forms = self.program, self._forms
         computations, last = computations_of(compiled)
         ends, begins = program.variables(len(computations)), []
-        for number, own in enumerate(computations):
-            module = forms.module[own.stage]
-            cell, mean = self._cell_of(own), self._means[module]
+        for number, computed in enumerate(computations):
+            module = forms.module[computed.stage]
+            cell, mean = self._cell_of(computed), self._means[module]
             took = program.variables(1)[0]
-            self._add_duration(took, own.which, own.stage, cell, mean)
+            self._add_duration(took, computed.which, computed.stage, cell, mean)
             begun = (ends[number], 1.0), (took, -1.0)
             begins.append(begun)
             program.require(*begun)
-            if own.which == FORWARD and own.microbatch == 0 and len(syncs.gathered_s):
-                node = self._stages[own.stage, FIRST_NODE] + own.replica
+            if computed.which == FORWARD and computed.microbatch == 0 and len(syncs.gathered_s):
+                node = self._stages[computed.stage, FIRST_NODE] + computed.replica
                 program.require((ends[number], 1.0), at_least=syncs.gathered_s[node] / self.unit_s)
-            for before in own.on_workers:
+            for before in computed.on_workers:
                 program.require(*begun, (ends[before], -1.0))
-            if own.neighbour >= 0:
-                sender = computations[own.neighbour].stage if own.which == FORWARD else own.stage
+            if computed.neighbour >= 0:
+                sender = computations[computed.neighbour].stage if computed.which == FORWARD else computed.stage
                 sent = _TOKENS if module == self._num_encoders else _FEATURES
                 token_s = self._chain_token_s[sender] * mean[sent] / self.unit_s
                 latency = self._chain_latency_s[sender] / self.unit_s
-                program.require(*begun, (ends[own.neighbour], -1.0), (cell[sent], -token_s), at_least=latency)
-            for other in own.bridged:
-                media = own if module < self._num_encoders else computations[other]
+                program.require(*begun, (ends[computed.neighbour], -1.0), (cell[sent], -token_s), at_least=latency)
+            for other in computed.bridged:
+                media = computed if module < self._num_encoders else computations[other]
                 encoder = forms.module[media.stage]
                 replicas = slice(*forms.first_replica[encoder : encoder + 2])
                 token_s = forms.bridge_token_s[replicas].min() / llm_dp * self._means[encoder, _FEATURES] / self.unit_s
@@ -218,12 +218,12 @@ class _StepProgram:
         """Require that the early parts of a worker's syncs follow each other, each from the start of its node's last
         backward on, and that the step ends after them. `begins` are the starts of the computations."""
         ends = {}
-        for own, begun in zip(computations, begins, strict=True):
-            if own.which != BACKWARD or own.microbatch < compiled.num_microbatches - 1:
+        for computed, begun in zip(computations, begins, strict=True):
+            if computed.which != BACKWARD or computed.microbatch < compiled.num_microbatches - 1:
                 continue
-            stage = compiled.stages[own.stage]
-            early = syncs.early_s[stage[FIRST_NODE] + own.replica] / self.unit_s
-            first_worker = stage[FIRST_WORKER] + own.replica * stage[SPAN]
+            stage = compiled.stages[computed.stage]
+            early = syncs.early_s[stage[FIRST_NODE] + computed.replica] / self.unit_s
+            first_worker = stage[FIRST_WORKER] + computed.replica * stage[SPAN]
             for worker in range(first_worker, first_worker + stage[SPAN]):
                 end = self.program.variables(1)[0]
                 (finish, _), (took, _) = begun
@@ -238,13 +238,13 @@ class _StepProgram:
         """Require that the step ends at least so many seconds after this variable."""
         self.program.require((self.end, 1.0), (before, -1.0), at_least=seconds / self.unit_s)
 
-    def _cell_of(self, own: Computation) -> np.ndarray:
+    def _cell_of(self, computed: Computation) -> np.ndarray:
         """The variables of a computation's loads, [5]."""
-        module = self._forms.module[own.stage]
+        module = self._forms.module[computed.stage]
         return (
-            self._text[own.microbatch]
+            self._text[computed.microbatch]
             if module == self._num_encoders
-            else self._media[module][own.microbatch, own.replica]
+            else self._media[module][computed.microbatch, computed.replica]
         )
 
     def _add_duration(self, took: int, which: int, stage: int, cell: np.ndarray, mean: np.ndarray) -> None:
@@ -293,15 +293,15 @@ def _one_replica(plan: Plan) -> Plan:
     They share no parameters: all replicas are taken to do the same, so none waits for another.
     """
     *encoders, llm = (replace(grid, sharding=PLAIN_SHARDING, shards=None) for grid in plan.grids)
-    placement, own = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
+    placement, one = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
     if placement.shares_ranks:
         num_ranks = len(placement.encoder_stages(llm.pp)) * llm.tp
         # Where an encoder replica lies on the ranks of several LLM replicas, only a part of it belongs to this one.
         tp = [math.gcd(encoder.tp, llm.tp) if placement.fills_bubbles else encoder.tp for encoder in encoders]
-        shared = (replace(grid, num_ranks=num_ranks, tp=own) for grid, own in zip(encoders, tp, strict=True))
-        return replace(plan, grids=(*shared, own))
+        shared = (replace(grid, num_ranks=num_ranks, tp=size) for grid, size in zip(encoders, tp, strict=True))
+        return replace(plan, grids=(*shared, one))
     grids, first_rank = [], 0
-    for grid in (*encoders, own):
+    for grid in (*encoders, one):
         grids.append(replace(grid, num_ranks=grid.tp * grid.pp, rank_offset=first_rank))
         first_rank += grids[-1].num_ranks
     return replace(plan, grids=tuple(grids))

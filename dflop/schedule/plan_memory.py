@@ -77,7 +77,7 @@ class PlanMemory:
         """By module, the predicted peak bytes of the fullest rank in each place of its pipeline, [pp]."""
         held = self.held_bytes(self.resident_bytes + self.peak_bytes(cells, order))
         of_ranks = {grid: held[self._workers(grid.module)].reshape(grid.pp, -1) for grid in self._plan.grids}
-        return {grid.module: own.max(axis=1) for grid, own in of_ranks.items()}
+        return {grid.module: of_places.max(axis=1) for grid, of_places in of_ranks.items()}
 
     def fullest(self, of_stages: Sequence[MicrobatchBytes], order: CompiledPlan) -> float:
         """Bytes of the fullest device in this order of the plan, given the microbatches' bytes (see `of_stages`)."""
@@ -127,13 +127,13 @@ class PlanMemory:
         Raises:
             UserError: when a module's parameters, gradients and optimiser state alone exceed the memory.
         """
-        own = self._workers("llm")
+        workers = self._workers("llm")
         room = self.require_room()
         nothing, much = (
-            self.peak_bytes(self._alike(tokens, items_per_token or {}, target_share), self._compiled)[own]
+            self.peak_bytes(self._alike(tokens, items_per_token or {}, target_share), self._compiled)[workers]
             for tokens in (0.0, 1000.0)
         )
-        room = room - self.resident_bytes[own] - nothing
+        room = room - self.resident_bytes[workers] - nothing
         return int((room / np.maximum((much - nothing) / 1000, 1e-9)).min())
 
     def require_room(self) -> float:
@@ -188,5 +188,5 @@ class PlanMemory:
 
     def _workers(self, module: str) -> slice:
         """The workers that carry a module: they have consecutive indices, those of its first stage first."""
-        own = [stage for stage in self._stage_costs.stages if stage.module == module]
-        return slice(own[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in own))
+        of_module = [stage for stage in self._stage_costs.stages if stage.module == module]
+        return slice(of_module[0].first_worker, max(stage.first_worker + stage.dp * stage.span for stage in of_module))

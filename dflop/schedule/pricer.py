@@ -136,8 +136,10 @@ class Pricer:
         """A lower bound of the fullest device's bytes over all slots."""
         assert self.filler is not None
         alone = [
-            MicrobatchBytes(own.kept, own.passing if stage.module == "llm" else 0 * own.passing, 0 * own.edge_tokens)
-            for stage, own in zip(self.stages, of_stages, strict=True)
+            MicrobatchBytes(
+                sizes.kept, sizes.passing if stage.module == "llm" else 0 * sizes.passing, 0 * sizes.edge_tokens
+            )
+            for stage, sizes in zip(self.stages, of_stages, strict=True)
         ]
         return self.memory.fullest(alone, self._least_held)
 
@@ -178,11 +180,11 @@ class Pricer:
     ) -> StageTimes:
         """Predicted seconds of every computation, transfer and gradient sync of the step."""
         cells = cells or self.cells(shapes, assignment)
-        forward_s, backward_s = self.stage_costs.stage_times({name: own.loads for name, own in cells.items()})
+        forward_s, backward_s = self.stage_costs.stage_times({name: cell.loads for name, cell in cells.items()})
         return StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
-            chain_s=self.transfers.chain_s({name: own.edge_tokens for name, own in cells.items()}, self.edge_bytes),
+            chain_s=self.transfers.chain_s({name: cell.edge_tokens for name, cell in cells.items()}, self.edge_bytes),
             bridges=self.transfers.bridges(
                 assignment.encoder_rank,
                 assignment.llm_dp_rank,
@@ -196,7 +198,7 @@ class Pricer:
 
     def loads(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Loads]:
         """Each module's loads, arrays [dp, num_microbatches]."""
-        return {module: own.loads for module, own in self.cells(shapes, assignment).items()}
+        return {module: cell.loads for module, cell in self.cells(shapes, assignment).items()}
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None) -> float:
         """The predicted step time, in seconds."""
@@ -248,14 +250,14 @@ class Pricer:
     @cached_property
     def trains(self) -> np.ndarray:
         """Which nodes compute gradients of weights, bool [num_nodes]."""
-        own = [self.stage_costs.sync_bytes(stage) > 0 for stage in self.stages]
-        return np.repeat(own, [stage.dp for stage in self.stages])
+        is_synced = [self.stage_costs.sync_bytes(stage) > 0 for stage in self.stages]
+        return np.repeat(is_synced, [stage.dp for stage in self.stages])
 
     @cached_property
     def sync_s(self) -> np.ndarray:
         """Seconds of each node's gradient sync, [num_nodes]."""
-        own = [self.transfers.gradient_sync_s(stage, self.stage_costs.sync_bytes(stage)) for stage in self.stages]
-        return np.repeat(own, [stage.dp for stage in self.stages]) * self.trains
+        seconds = [self.transfers.gradient_sync_s(stage, self.stage_costs.sync_bytes(stage)) for stage in self.stages]
+        return np.repeat(seconds, [stage.dp for stage in self.stages]) * self.trains
 
     @cached_property
     def early_sync_s(self) -> np.ndarray | None:

@@ -149,7 +149,7 @@ class BatchScheduler:
     ) -> tuple[Assignment, str, int]:
         """A policy's groups as they are, whether they fit into memory or not."""
         rng = np.random.default_rng([self._seed, step])
-        problem, buckets = _packed(problem, lambda own: policy.buckets(own, rng))
+        problem, buckets = _packed(problem, lambda unpacked: policy.buckets(unpacked, rng))
         drawn = self._split(shapes, problem, buckets)
         if self._holds(shapes, problem, drawn):
             return drawn, policy.name, 0
@@ -160,24 +160,24 @@ class BatchScheduler:
     ) -> tuple[Assignment, str, int]:
         """The assignment, how it was found, and the number of faster ones that were not taken because of memory."""
         rng = np.random.default_rng([self._seed, step])
-        problem, packings = _packed(problem, lambda own: policy.packings(own, rng, lambda: self._shares))
+        problem, packings = _packed(problem, lambda unpacked: policy.packings(unpacked, rng, lambda: self._shares))
         place = self._ordered if policy.may_reorder else self._as_packed
-        starts = [own for name, packing in packings.items() for own in place(shapes, problem, packing.bucket, name)]
+        starts = [start for name, packing in packings.items() for start in place(shapes, problem, packing.bucket, name)]
         even = self._even_numbers(shapes, problem) if policy.searches else []
         if policy.solves:
-            name = min(starts, key=lambda own: own.step_s).name
+            name = min(starts, key=lambda start: start.step_s).name
             solved = self._solve(problem, *packings[name])
             starts += self._ordered(shapes, problem, solved.bucket, f"{name}, kept")
             starts, even = (
-                [own._replace(name=_with_ilp(own.name, solved.status)) for own in some] for some in (starts, even)
+                [start._replace(name=_with_ilp(start.name, solved.status)) for start in some] for some in (starts, even)
             )
         starts += even
         fitting = self._fastest_that_fits(shapes, problem, starts)
-        num_beyond = sum(fitting is None or own.step_s < fitting.step_s for own in starts)
+        num_beyond = sum(fitting is None or start.step_s < fitting.step_s for start in starts)
         if policy.searches:
             return *self._searched(shapes, problem, starts, fitting, rng), num_beyond
         if fitting is None:
-            fastest = min(starts, key=lambda own: own.step_s)
+            fastest = min(starts, key=lambda start: start.step_s)
             return fitted(self.pricer, shapes, [fastest.assignment], rng), f"{fastest.name}, made to fit", num_beyond
         return fitting.assignment, fitting.name, num_beyond
 
@@ -194,10 +194,12 @@ class BatchScheduler:
         Where the fastest start of all does not fit into memory, packings with less unequal microbatches are tried, too.
         Where no start fits, the search begins with the one that needs least memory, and brings it within the limit.
         """
-        if fitting is None or fitting.step_s > min(own.step_s for own in starts):
+        if fitting is None or fitting.step_s > min(start.step_s for start in starts):
             starts = [*starts, *self._with_flatter_ends(shapes, problem)]
             fitting = self._fastest_that_fits(shapes, problem, starts)
-        start = fitting or min(starts, key=lambda own: max(self.pricer.memory_bytes(shapes, own.assignment).values()))
+        start = fitting or min(
+            starts, key=lambda start: max(self.pricer.memory_bytes(shapes, start.assignment).values())
+        )
         search = StepSearch(self.pricer, shapes)
         found, found_s = search.improve(start.assignment, self.num_trials, int(rng.integers(2**31)))
         if found_s == np.inf:
@@ -224,17 +226,17 @@ class BatchScheduler:
         starts = []
         for part in FLATTER:
             share = 1.0 + part * (self._shares - 1.0)
-            problem, buckets = _packed(problem, lambda own, share=share: lpt_buckets(own, share))
-            own = self._ordered(shapes, problem, buckets, f"small ends by {part:.0%}")
-            starts += own
-            if self._fastest_that_fits(shapes, problem, own):
+            problem, buckets = _packed(problem, lambda unpacked, share=share: lpt_buckets(unpacked, share))
+            ordered = self._ordered(shapes, problem, buckets, f"small ends by {part:.0%}")
+            starts += ordered
+            if self._fastest_that_fits(shapes, problem, ordered):
                 break
         return starts
 
     def _fastest_that_fits(
         self, shapes: SampleShapes, problem: BatchProblem, starts: list["_Start"]
     ) -> "_Start | None":
-        for start in sorted(starts, key=lambda own: own.step_s):
+        for start in sorted(starts, key=lambda start: start.step_s):
             if self._holds(shapes, problem, start.assignment):
                 return start
         return None
@@ -265,7 +267,7 @@ class BatchScheduler:
         """A start for each order of a packing's microbatches: as they come, or with small ones at both ends."""
         orders = (np.arange(problem.num_microbatches), *_orders(problem, buckets))
         assignments = [self._split(shapes, problem, _reordered(problem, buckets, order)) for order in orders]
-        return [_Start(self.pricer.step_s(shapes, own), name, own) for own in assignments]
+        return [_Start(self.pricer.step_s(shapes, assignment), name, assignment) for assignment in assignments]
 
     def _split(self, shapes: SampleShapes, problem: BatchProblem, buckets: np.ndarray) -> Assignment:
         llm_dp_rank, microbatch = np.divmod(buckets, problem.num_microbatches)

@@ -139,7 +139,7 @@ class StageCosts:
         empty = (loads.num_items == 0) & (loads.num_tokens == 0)
         part_s = self.costs.part_times(module, kind.layout, loads, [part for part, _ in kind.parts])
         passes = zip(self._sharded[module], part_s, strict=True)
-        forward_s, backward_s = (np.where(empty, 0.0, own.seconds(of_part)) for own, of_part in passes)
+        forward_s, backward_s = (np.where(empty, 0.0, sharded.seconds(of_part)) for sharded, of_part in passes)
         return [(forward_s, backward_s)]
 
     def time_forms(self) -> tuple[list[TimeForm], list[TimeForm]]:
@@ -159,10 +159,10 @@ class StageCosts:
         of_parts = self.costs.part_forms(stage.module, kind.layout)
         forward, backward = (
             TimeForm(
-                Coefficients(float(own.exposed_s), (0.0,) * 4),
-                tuple((count * of_part[part], count * float(moved_s)) for part, count, moved_s in own.terms),
+                Coefficients(float(sharded.exposed_s), (0.0,) * 4),
+                tuple((count * of_part[part], count * float(moved_s)) for part, count, moved_s in sharded.terms),
             )
-            for own, of_part in zip(self._sharded[stage.module], of_parts, strict=True)
+            for sharded, of_part in zip(self._sharded[stage.module], of_parts, strict=True)
         )
         return forward, backward
 

@@ -47,8 +47,8 @@ def stage_forms(pricer: Pricer) -> StageForms:
     """The forms of a pricer's plan, with its corrections."""
     plan = pricer.plan
     forms = pricer.stage_costs.time_forms()
-    forward, backward = (pack_forms([own.form for own in of_pass]) for of_pass in forms)
-    forward_terms, backward_terms = (pack_terms([own.terms for own in of_pass]) for of_pass in forms)
+    forward, backward = (pack_forms([form.form for form in of_pass]) for of_pass in forms)
+    forward_terms, backward_terms = (pack_terms([form.terms for form in of_pass]) for of_pass in forms)
     gathers = any(grid.gathers for grid in plan.grids)
     links, corrections = pricer.transfers.forms(), pricer.corrections
     onward = pricer.edge_bytes.onward
@@ -64,7 +64,7 @@ def stage_forms(pricer: Pricer) -> StageForms:
         backward_terms=backward_terms if gathers else None,
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
         chain_latency_s=links.chain_latency_s,
-        chain_token_s=links.chain_byte_s * np.array([onward[own.module][own.pp_stage] for own in pricer.nodes]),
+        chain_token_s=links.chain_byte_s * np.array([onward[node.module][node.pp_stage] for node in pricer.nodes]),
         bridge_latency_s=links.bridge_latency_s,
         bridge_token_s=links.bridge_byte_s * pricer.feature_bytes,
         num_parts=int(pricer.compiled.stages[:, PARTS].max()),

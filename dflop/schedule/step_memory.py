@@ -30,8 +30,8 @@ def step_memory(pricer: Pricer) -> StepMemory:
     """The functions and limits of the stages and devices of a pricer's plan."""
     kept, passing = [], []
     for stage in pricer.stages:
-        own, forms = pricer.stage_costs.memory_forms(stage)
-        kept.append(own)
+        activations, forms = pricer.stage_costs.memory_forms(stage)
+        kept.append(activations)
         passing.append([(form, 0.0) for form in forms])
     compiled = pricer.compiled
     cells = compiled.num_nodes, compiled.num_microbatches
@@ -64,10 +64,10 @@ def excess_bytes(memory, forms, state):
                     elif forms.has_bridges:
                         tokens = state.features[microbatch, :, replica].sum()
                 else:
-                    own = forms.first_replica[module] + replica
-                    loads, tokens = state.media[own, microbatch], 0.0
+                    encoder_replica = forms.first_replica[module] + replica
+                    loads, tokens = state.media[encoder_replica, microbatch], 0.0
                     if forms.has_bridges:
-                        tokens = state.features[microbatch, own].sum()
+                        tokens = state.features[microbatch, encoder_replica].sum()
                 most_tokens = max(most_tokens, tokens)
                 at_edges = memory.edge_bytes[stage] * tokens
                 memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges

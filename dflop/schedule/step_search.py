@@ -148,7 +148,7 @@ class StepSearch:
 def _clocks_of(pricer: Pricer) -> _Clocks:
     compiled = pricer.compiled
     node_column, worker_column = columns_of(compiled)
-    first, last = ({stage.module: stage for stage in own} for own in (reversed(pricer.stages), pricer.stages))
+    first, last = ({stage.module: stage for stage in stages} for stages in (reversed(pricer.stages), pricer.stages))
     of_encoders = [node_column[last[grid.module].first_node :][: grid.dp] for grid in pricer.plan.grids[:-1]]
     llm = first["llm"]
     return _Clocks(
@@ -292,16 +292,16 @@ def _change_media(forms, state, kept_tokens, swaps, change):
     first, behind = forms.first_replica[encoder], forms.first_replica[encoder + 1]
     if behind - first == 1 or kept_tokens[sample, encoder] == 0.0:
         return 0
-    own = state.place[sample, 2 + encoder]
+    own_replica = state.place[sample, 2 + encoder]
     if not swaps:
         change.after[0, 2 + encoder] = np.random.randint(first, behind)
         return 1
     for _ in range(MOST_DRAWS):
         other = np.random.randint(num_samples)
         its_replica = state.place[other, 2 + encoder]
-        if state.place[other, 1] == state.place[sample, 1] and its_replica != own:
+        if state.place[other, 1] == state.place[sample, 1] and its_replica != own_replica:
             _note(state, change, 1, other)
-            change.after[0, 2 + encoder], change.after[1, 2 + encoder] = its_replica, own
+            change.after[0, 2 + encoder], change.after[1, 2 + encoder] = its_replica, own_replica
             return 2
     return 0
 
@@ -315,12 +315,12 @@ def _swap_microbatches(state, of_one_replica, change):
     if to_microbatch == microbatch:
         return 0
     num_changed = 0
-    for own in range(len(place)):
-        its_microbatch = place[own, 1]
-        if of_one_replica and place[own, 0] != replica:
+    for moved in range(len(place)):
+        its_microbatch = place[moved, 1]
+        if of_one_replica and place[moved, 0] != replica:
             continue
         if its_microbatch in (microbatch, to_microbatch):
-            _note(state, change, num_changed, own)
+            _note(state, change, num_changed, moved)
             change.after[num_changed, 1] = to_microbatch if its_microbatch == microbatch else microbatch
             num_changed += 1
     return num_changed

@@ -100,13 +100,13 @@ def change_places(forms, state, samples, changed, before, after, num_changed):
     stamps[0] += 1
     for number in range(2 * num_changed):
         places = before if number < num_changed else after
-        own = number % num_changed
-        replica, microbatch = places[own, 0], places[own, 1]
+        index = number % num_changed
+        replica, microbatch = places[index, 0], places[index, 1]
         if text_stamp[replica, microbatch] != stamps[0]:
             text_stamp[replica, microbatch] = stamps[0]
             _price_text(forms, state, replica, microbatch)
         for column in range(2, place.shape[1]):
-            encoder_replica = places[own, column]
+            encoder_replica = places[index, column]
             if media_stamp[encoder_replica, microbatch] != stamps[0]:
                 media_stamp[encoder_replica, microbatch] = stamps[0]
                 _price_media(forms, state, encoder_replica, microbatch)

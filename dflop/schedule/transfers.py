@@ -64,7 +64,7 @@ class Transfers:
         for stage, behind in itertools.pairwise(self._stages):
             if stage.module == behind.module:
                 replicas = np.arange(stage.dp)
-                ends = (self._first_ranks(own, replicas) for own in (stage, behind))
+                ends = (self._first_ranks(end, replicas) for end in (stage, behind))
                 stays[stage.module].append(self._is_intra(*ends))
         return stays
 
@@ -120,11 +120,11 @@ class Transfers:
             intra, inter = (
                 _form_of(find_link(self._links, self._cluster, "p2p", is_intra), name) for is_intra in (True, False)
             )
-            own = []
+            of_stages = []
             for grid in self.plan.grids:
-                own += [np.where(stays, intra, inter) for stays in self._stays_in_node[grid.module]]
-                own.append(np.zeros(grid.dp))
-            chain[name] = np.concatenate(own)
+                of_stages += [np.where(stays, intra, inter) for stays in self._stays_in_node[grid.module]]
+                of_stages.append(np.zeros(grid.dp))
+            chain[name] = np.concatenate(of_stages)
             bridge[name] = np.where(np.concatenate(stays_in_node), intra, inter) * np.concatenate(num_copies)
         return TransferForms(chain["latency_s"], chain["byte_s"], bridge["latency_s"], bridge["byte_s"])
 
