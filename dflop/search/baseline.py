@@ -63,4 +63,4 @@ def read_baselines(plan: Path) -> dict[str, str]:
     A `plan.yaml` written by hand has no baselines.
     """
     said = read_plan_file(plan, "baselines").get("baselines", [])
-    return {own["name"]: own.get("would_take") or own["why_not"] for own in said}
+    return {baseline["name"]: baseline.get("would_take") or baseline["why_not"] for baseline in said}

@@ -218,9 +218,9 @@ class _Search:
         if not self._priced:
             raise UserError(self._why_nothing_fits())
         candidates = [pricer.candidate() for pricer in self._priced]
-        candidates.sort(key=lambda own: (own.step_s, max(own.memory_bytes.values())))
+        candidates.sort(key=lambda candidate: (candidate.step_s, max(candidate.memory_bytes.values())))
         return SearchResult(
-            candidates=[self._with_memory_named(own) for own in candidates],
+            candidates=[self._with_memory_named(candidate) for candidate in candidates],
             num_plans=len(self._rows),
             num_priced=len(self._priced),
             least_bound_s=least_bound_s,

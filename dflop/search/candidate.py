@@ -88,7 +88,7 @@ class PlanPricer:
     def bytes_along_pipeline(self, batches: Iterable[int]) -> dict[str, np.ndarray]:
         """By module, the peak bytes over these batches of the fullest rank in each place of its pipeline, [pp]."""
         of_batches = [self._pricer.bytes_along_pipeline(*self._grouped(batch)) for batch in batches]
-        return {grid.module: np.max([own[grid.module] for own in of_batches], axis=0) for grid in self.plan.grids}
+        return {grid.module: np.max([peaks[grid.module] for peaks in of_batches], axis=0) for grid in self.plan.grids}
 
     def fullest_batch(self) -> tuple[int, float]:
         """The batch that needs most memory, and the bytes of the fullest rank."""
@@ -165,16 +165,16 @@ class PlanPricer:
         return self._assigned[batch]
 
     def _mean_load(self, module: str) -> float:
-        loads = [getattr(own.cells[module].loads, main_load(module)) for own in self._assigned.values()]
+        loads = [getattr(priced.cells[module].loads, main_load(module)) for priced in self._assigned.values()]
         return float(np.mean(loads))
 
     def _busiest_s(self, busy_s: np.ndarray) -> dict[str, float]:
         """Seconds that each module computes on its busiest rank; the chunks of a rank count together."""
         busiest = {}
         for grid in self.plan.grids:
-            own = [stage for stage in self._pricer.stages if stage.module == grid.module]
+            stages = [stage for stage in self._pricer.stages if stage.module == grid.module]
             per_rank = np.zeros((grid.pp, grid.dp))
-            for stage in own:
+            for stage in stages:
                 per_rank[stage.pp_stage % grid.pp] += busy_s[stage.first_node : stage.first_node + grid.dp]
             busiest[grid.module] = float(per_rank.max())
         return busiest
@@ -191,7 +191,7 @@ class PlanPricer:
             "gradient sync": replace(times, sync_s=0.0 * times.sync_s, early_sync_s=None, late_sync_s=None),
         }
         step_s = timeline.step_s
-        shares = {name: step_s - self._pricer.timeline(own, slots).step_s for name, own in without.items()}
+        shares = {name: step_s - self._pricer.timeline(changed, slots).step_s for name, changed in without.items()}
         busiest = self._busiest_s(timeline.busy_s)
         module = max(busiest, key=busiest.__getitem__)
         shares_ranks = PLACEMENTS[self.plan.placement].shares_ranks

@@ -31,7 +31,7 @@ class Emitted:
         """The flags, one a line and ready to be pasted, and the sentences as comments of the shell."""
         lines = [f"# {plan}", f"# as flags of {FRAMEWORKS[framework].release}:"]
         values = {name: [value] if isinstance(value, str) else value or [] for name, value in self.flags.items()}
-        lines.append(" \\\n".join(shlex.join([name, *own]) for name, own in values.items()))
+        lines.append(" \\\n".join(shlex.join([name, *words]) for name, words in values.items()))
         if self.beyond:
             lines += ["", "# What these flags cannot express, or express differently:"]
             lines += [f"# - {sentence}" for sentence in self.beyond]
@@ -111,7 +111,7 @@ def _recompute_in_megatron(emitted: Emitted, recomputed: Sequence[int], layers: 
         return
     most = max(recomputed)
     emitted.flags |= {"--recompute-method": "block", "--recompute-num-layers": str(most)}
-    emitted.beyond += _of_recomputed("stage", recomputed, [min(most, own) for own in layers])
+    emitted.beyond += _of_recomputed("stage", recomputed, [min(most, count) for count in layers])
 
 
 def _megatron_layout(layers: list[int], pp: int) -> str:
@@ -191,10 +191,10 @@ def _recompute_in_torchtitan(emitted: Emitted, recomputed: Sequence[int], layers
     held = [sum(layers[rank::pp]) for rank in range(pp)]
     emitted.flags["activation-checkpoint:full"] = None
     emitted.beyond += _of_recomputed("pipeline rank", needed, held)
-    every = min(own // count for own, count in zip(held, needed, strict=True) if count)
+    every = min(num_layers // count for num_layers, count in zip(held, needed, strict=True) if count)
     older = "`--activation_checkpoint.mode full`"
     if every > 1:
-        counts = _joined([own // every for own in held])
+        counts = _joined([num_layers // every for num_layers in held])
         older = (
             f"`--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option {every}`, which "
             f"recomputes {counts} layers, the last of every {every} that a rank holds, where the plan recomputes the "
@@ -220,14 +220,14 @@ def _of_encoders(plan: Plan, spec: ModelSpec, why: str) -> list[str]:
         layers = _joined([len(part) for part in plan.layers_of(grid.module, num_layers)])
         recomputed = plan.recomputed_of(grid.module, num_layers)
         stages = f"{grid.pp} stage{'s' if grid.pp > 1 else ''} ({layers} layers)"
-        own = f"{grid.module}: tp {grid.tp}, {stages}, {grid.dp} replicas"
+        layout = f"{grid.module}: tp {grid.tp}, {stages}, {grid.dp} replicas"
         recomputing = f", recomputing {_joined(recomputed)} of its {layers} layers, which no flag says"
         recomputing = recomputing if any(recomputed) else ""
         if plan.placement == "monolithic":
             where = "inside the LLM's first stage on the LLM's grid: put it into your model there"
-            sentences.append(f"{own}, {where}{recomputing}")
+            sentences.append(f"{layout}, {where}{recomputing}")
             continue
-        sentences.append(f"{own} ({plan.placement}): {why}; it takes a grid and a loop of your own{recomputing}")
+        sentences.append(f"{layout} ({plan.placement}): {why}; it takes a grid and a loop of your own{recomputing}")
     return sentences
 
 

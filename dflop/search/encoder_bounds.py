@@ -74,8 +74,8 @@ class DealtMedia:
             key = column, row[f"{encoder.name}_dp"], row["llm_dp"], row["num_microbatches"], starts_anew
             each.append((encoder, self._dealt(*key)))
         if placement.encodes_all_first:
-            return sum(self._on_every_rank_s(row, encoder, own.loads, encoders_again) for encoder, own in each)
-        waits_s = [self._waits_s(row, encoder, own, sync_s) for encoder, own in each]
+            return sum(self._on_every_rank_s(row, encoder, dealt.loads, encoders_again) for encoder, dealt in each)
+        waits_s = [self._waits_s(row, encoder, dealt, sync_s) for encoder, dealt in each]
         return np.max(waits_s, axis=0)
 
     def _gathers(self, row: Mapping[str, Any], encoder: ModuleSpec) -> bool:
@@ -127,11 +127,11 @@ class DealtMedia:
         whole = StageKind.whole(encoder.name, layout, encoder.num_layers, trained=self._trained)
         passes = self._costs.stage_time(whole, dealt.loads)
         if self._all_meet(row, encoder):
-            passes = tuple(np.broadcast_to(own.max(axis=1, keepdims=True), own.shape) for own in passes)
+            passes = tuple(np.broadcast_to(of_pass.max(axis=1, keepdims=True), of_pass.shape) for of_pass in passes)
         least_s = []
-        for own in passes:
-            waits_s = np.zeros((len(own), dp * count))
-            for batch, seconds in enumerate(own.reshape(len(own), -1)):
+        for of_pass in passes:
+            waits_s = np.zeros((len(of_pass), dp * count))
+            for batch, seconds in enumerate(of_pass.reshape(len(of_pass), -1)):
                 _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
             least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
         before_s, behind_s = least_s

@@ -50,7 +50,7 @@ def price_note(epoch: Epoch, cluster: ClusterConfig, step_s: float, baselines: S
         return f"{written} {hour_of(cluster)}s, {hours * price:,.2f}"
 
     note = f"{epoch}: {spent(step_s)} at {price:,.2f} an hour"
-    for own in baselines:
-        if own.name == TODAY and own.plan:
-            note += f"; with today's layout {spent(own.step_s)}"
+    for baseline in baselines:
+        if baseline.name == TODAY and baseline.plan:
+            note += f"; with today's layout {spent(baseline.step_s)}"
     return f"{note} (predicted)"

@@ -100,8 +100,8 @@ def explain_choice(
         "",
         "    step      vs    idle   memory      bound by       plan",
     ]
-    for rank, own in enumerate(result.candidates[:_NUM_SHOWN], start=1):
-        lines.append(_line(own, best, f"{rank:2}"))
+    for rank, candidate in enumerate(result.candidates[:_NUM_SHOWN], start=1):
+        lines.append(_line(candidate, best, f"{rank:2}"))
     if best not in result.candidates[:_NUM_SHOWN]:
         lines += ["    …", _line(best, best, f"{result.candidates.index(best) + 1:2}")]
     lines += ["", f"chosen: {best.plan}"]
@@ -126,10 +126,10 @@ def explain_choice(
     return "\n".join(lines)
 
 
-def _line(own: Candidate, best: Candidate, rank: str) -> str:
+def _line(candidate: Candidate, best: Candidate, rank: str) -> str:
     return (
-        f"{rank}  {own.step_s:.3f} s {own.step_s / best.step_s:5.2f}x {own.idle:6.1%}  "
-        f"{max(own.memory_bytes.values()) / 2**30:6.3g} GiB  {own.bottleneck:14} {own.plan}"
+        f"{rank}  {candidate.step_s:.3f} s {candidate.step_s / best.step_s:5.2f}x {candidate.idle:6.1%}  "
+        f"{max(candidate.memory_bytes.values()) / 2**30:6.3g} GiB  {candidate.bottleneck:14} {candidate.plan}"
     )
 
 
@@ -149,7 +149,7 @@ def _predicted(candidate: Candidate, config: Config) -> dict[str, object]:
 def _why(result: SearchResult, config: Config) -> str:
     best = result.best
     busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
-    others = [own for own in result.candidates if own is not best]
+    others = [candidate for candidate in result.candidates if candidate is not best]
     is_shortest = not others or best.step_s <= others[0].step_s
     opening = "Shortest" if is_shortest else "Within 1 % of the shortest"
     why = (
@@ -213,7 +213,7 @@ def _bound_by_launches(best: Candidate, costs: CostModel) -> str:
 
 def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -> str:
     """A note on the baselines that are predicted to be faster than the chosen plan; empty where none is."""
-    ratios = {own.name: own.step_s / result.best.step_s for own in baselines}
+    ratios = {baseline.name: baseline.step_s / result.best.step_s for baseline in baselines}
     faster = [f"{name} {ratio:.2f}x as long" for name, ratio in ratios.items() if ratio < _WORTH_A_WORD]
     return f"note: predicted to be faster than this plan on the same batches: {'; '.join(faster)}" if faster else ""
 

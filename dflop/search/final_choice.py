@@ -36,10 +36,10 @@ def with_finalists_scheduled(
     """
     if config.train.global_batch_size > _MOST_SAMPLES:
         return found
-    close = [own for own in found.candidates if own.step_s <= FINALISTS_WITHIN * found.best.step_s][:NUM_FINALISTS]
+    close = [plan for plan in found.candidates if plan.step_s <= FINALISTS_WITHIN * found.best.step_s][:NUM_FINALISTS]
     if len(close) < 2:
         return found
-    scheduled_s = [_scheduled_s(own, config, spec, costs, samples) for own in close]
+    scheduled_s = [_scheduled_s(plan, config, spec, costs, samples) for plan in close]
     if not np.isfinite(scheduled_s).any():
         return found
     return replace(found, chosen=close[int(np.argmin(scheduled_s))], num_finalists=len(close))

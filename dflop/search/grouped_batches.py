@@ -61,7 +61,7 @@ class GroupedBatches:
         columns = zip(*self._text, strict=True)
         mean = Loads(*(np.atleast_1d(np.mean([load.mean() for load in column])) for column in columns))
         nothing = Loads(*np.zeros((4, 1)))
-        with_one, without = (costs.part_times("llm", layout, own, PARTS) for own in (mean, nothing))
+        with_one, without = (costs.part_times("llm", layout, loads, PARTS) for loads in (mean, nothing))
         layer_s, first_s, last_s = (
             float((sum(times[part] for times in with_one) - sum(times[part] for times in without))[0])
             for part in ("layer", "first", "last")

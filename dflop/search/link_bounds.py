@@ -52,7 +52,8 @@ class LeastLinks:
         the parameters; only the copies are synced.
         """
         each = [
-            self._least(int(all_ // own), int(own) * layout.num_ranks) for all_, own in zip(dp, shards, strict=True)
+            self._least(int(all_ // count), int(count) * layout.num_ranks)
+            for all_, count in zip(dp, shards, strict=True)
         ]
         latency_s, byte_s = np.array(each).reshape(-1, 2).T
         return latency_s, sync_bytes(byte_s / shards, value_bytes=self.value_bytes, num_shards=shards)
@@ -77,7 +78,7 @@ class LeastLinks:
 
         The first `num_recomputed` layers are recomputed. Seconds of transfers are [num_rows, 1].
         """
-        each = [self._least(int(own), layout.num_ranks) for own in shards]
+        each = [self._least(int(count), layout.num_ranks) for count in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
         trained_parts = self.trained.parts(module)

@@ -139,10 +139,10 @@ def _of_ranks(plan: Plan, times: LoadingTimes, global_batch_size: int) -> np.nda
         ranks = slice(worker.first_rank, worker.first_rank + worker.num_ranks)
         for index in worker.nodes:
             node = nodes[index]
-            own = np.array(of_batch[node.module]) / plan.grid(node.module).dp
+            of_replica = np.array(of_batch[node.module]) / plan.grid(node.module).dp
             if node.module == "llm" and node.pp_stage in (0, plan.num_stages("llm") - 1):
-                of_rank[ranks] += own
+                of_rank[ranks] += of_replica
             elif node.module != "llm" and node.pp_stage == 0 and index not in served:
                 served.add(index)
-                of_rank[worker.first_rank] += own
+                of_rank[worker.first_rank] += of_replica
     return of_rank.T

@@ -141,7 +141,7 @@ class LeastMemory:
         placement = PLACEMENTS[row["placement"]]
         _, items = self._loads(row["llm_dp"], row["num_microbatches"])
         resident, of_mean, of_any, apart = 0.0, 0.0, 0.0, 0.0
-        for encoder, own, most in zip(self._spec.encoders, items, self._most_items, strict=True):
+        for encoder, num_items, most in zip(self._spec.encoders, items, self._most_items, strict=True):
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
             recomputed = layers if recomputes else (0,) * len(layers)
@@ -149,7 +149,7 @@ class LeastMemory:
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
             parameters = self._resident(stages[0], dp, shards)
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
-            each = own * share if self._trained.trains(encoder.name) else np.zeros_like(own)
+            each = num_items * share if self._trained.trains(encoder.name) else np.zeros_like(num_items)
             if not placement.shares_ranks:
                 apart = max(apart, self._apart(row, encoder.name, parameters, *stages[1:], each))
                 continue
@@ -234,14 +234,14 @@ class LeastMemory:
             sizes = {part: self.costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
             how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(kind.module)}
             working = working_bytes(kind.module, sizes, **how)
-        own, on_top = self.costs.stage_memory_forms(kind, working)
+        kept, on_top = self.costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
             on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
         if not (kind.is_first and kind.is_last):
             # The input, unless a recomputed layer keeps it anyway, and the output.
             num_held = (kind.is_first or not kind.num_recomputed) + (not kind.is_last)
-            own = own + coefficients(num_tokens=num_held * self._token_bytes)
-        return self.costs.trained_and_frozen_bytes(kind), own, [(form, 0.0) for form in on_top]
+            kept = kept + coefficients(num_tokens=num_held * self._token_bytes)
+        return self.costs.trained_and_frozen_bytes(kind), kept, [(form, 0.0) for form in on_top]
 
     def _resident(self, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
         """Bytes that ranks always hold of each stage, [num_stages], for `parameter_bytes` of `_stage_bytes`."""
@@ -261,10 +261,10 @@ def _without_consts(passing: PackedTerms, stage: int, items: np.ndarray) -> np.n
     A constant may be negative, for parts that find others' activations freed. What is kept must then be taken without
     its constants, too: they are no smaller.
     """
-    own = slice(passing.first[stage], passing.first[stage + 1])
-    at, slope = (passing.forms.hinges[own, :, place, None] for place in (1, 2))  # [num_forms, num_hinges, 1]
+    of_stage = slice(passing.first[stage], passing.first[stage + 1])
+    at, slope = (passing.forms.hinges[of_stage, :, place, None] for place in (1, 2))  # [num_forms, num_hinges, 1]
     beyond = (slope * np.maximum(items - at, 0.0)).sum(axis=1)
-    return (passing.forms.lines[own, 1:2] * items + beyond).max(axis=0)
+    return (passing.forms.lines[of_stage, 1:2] * items + beyond).max(axis=0)
 
 
 @kernel

@@ -69,7 +69,7 @@ class MeanPipelines:
         of_parts = self._parts(layout, dp, count, any(recomputed), mean)
         if SHARDINGS[row["llm_sharding"]].gathers:
             passes = zip(self._passes(layout, row["llm_shards"], recomputed[0]), of_parts, strict=True)
-            forward_s, backward_s = (own.seconds(of_part)[:, None] for own, of_part in passes)
+            forward_s, backward_s = (sharded.seconds(of_part)[:, None] for sharded, of_part in passes)
         else:
             kinds, places = self._kinds(layout, layers, recomputed)
             forward_s, backward_s = (

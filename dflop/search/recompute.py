@@ -29,7 +29,7 @@ _PARTS = 8
 
 def with_recomputed(plan: Plan, counts: Counts, spec: ModelSpec) -> Plan:
     """The plan with `counts` layers recomputed on each device. A device's chunks get them in turns."""
-    if not any(own.any() for own in counts.values()):
+    if not any(count.any() for count in counts.values()):
         return replace(plan, grids=tuple(replace(grid, recomputed=()) for grid in plan.grids), checkpointing=False)
     grids, is_everything = [], True
     for grid in plan.grids:
@@ -80,7 +80,7 @@ class JustEnough:
         fullest, needed_bytes = everything.fullest_batch()
         if max(needed_bytes, everything.alone_bytes()) > self._limit_bytes:
             # Recomputing a device's last layer frees no memory at that device's peak, and keeps the layer's input, too.
-            most = {module: np.maximum(own - 1, 0) for module, own in most.items()}
+            most = {module: np.maximum(count - 1, 0) for module, count in most.items()}
             everything = self._recomputing(pricer, most)
             fullest, needed_bytes = everything.fullest_batch()
             if max(needed_bytes, everything.alone_bytes()) > self._limit_bytes:
@@ -103,13 +103,16 @@ class JustEnough:
         encoders'."""
         most = {grid.module: self._num_layers(pricer.plan, grid.module) for grid in pricer.plan.grids}
         counts = {module: self._recomputed(pricer.plan, module, end) for module, end in most.items()}
-        of_llm, of_encoders = {"llm": counts["llm"]}, {module: own for module, own in counts.items() if module != "llm"}
-        for own in (of_llm, of_encoders):
-            for parts in reversed(range(_PARTS) if any(count.any() for count in own.values()) else ()):
+        of_llm, of_encoders = (
+            {"llm": counts["llm"]},
+            {module: each for module, each in counts.items() if module != "llm"},
+        )
+        for part in (of_llm, of_encoders):
+            for parts in reversed(range(_PARTS) if any(count.any() for count in part.values()) else ()):
                 yield self._recomputing(
-                    pricer, counts | {module: each * parts // _PARTS for module, each in own.items()}
+                    pricer, counts | {module: each * parts // _PARTS for module, each in part.items()}
                 )
-            counts |= {module: 0 * each for module, each in own.items()}
+            counts |= {module: 0 * each for module, each in part.items()}
 
     def _num_layers(self, plan: Plan, module: str) -> np.ndarray:
         """How many layers of a module each of its pipeline ranks can recompute, [pp]."""
@@ -129,19 +132,20 @@ class JustEnough:
 
     def _fewest(self, pricer: PlanPricer, batches: Collection[int], least: Counts, most: Counts) -> Counts:
         """The fewest layers, from `least` to `most`, with which these batches fit."""
-        encoders = {module: own for module, own in most.items() if module != "llm"}
+        encoders = {module: count for module, count in most.items() if module != "llm"}
         if PLACEMENTS[pricer.plan.placement].shares_ranks and encoders:
             # All devices recompute the same share of the encoders' layers.
-            num_levels = max(1, *(own.max() for own in encoders.values()))
-            first = min(int(least[name].min()) * num_levels // max(1, own.max()) for name, own in encoders.items())
+            num_levels = max(1, *(count.max() for count in encoders.values()))
+            first = min(int(least[name].min()) * num_levels // max(1, count.max()) for name, count in encoders.items())
             levels = [
-                least | {name: np.maximum(least[name], -(-level * own // num_levels)) for name, own in encoders.items()}
+                least
+                | {name: np.maximum(least[name], -(-level * count // num_levels)) for name, count in encoders.items()}
                 for level in range(first, num_levels + 1)
             ]
 
             def fits(level: int) -> bool:
                 needed = self._recomputing(pricer, levels[level]).bytes_along_pipeline(batches)
-                return max(own.max() for own in needed.values()) <= self._limit_bytes
+                return max(peaks.max() for peaks in needed.values()) <= self._limit_bytes
 
             level = bisect_left(range(len(levels)), True, key=fits)
             if level < len(levels):
@@ -152,12 +156,12 @@ class JustEnough:
     def _of_devices(self, pricer: PlanPricer, batches: Collection[int], fewest: Counts, enough: Counts) -> Counts:
         """For each device, the fewest layers from `fewest` to `enough` with which it fits; all of `enough` fit."""
         while any((fewest[module] < enough[module]).any() for module in enough):
-            counts = {module: (fewest[module] + own) // 2 for module, own in enough.items()}
+            counts = {module: (fewest[module] + count) // 2 for module, count in enough.items()}
             needed = self._recomputing(pricer, counts).bytes_along_pipeline(batches)
-            fits = {module: own <= self._limit_bytes for module, own in needed.items()}
-            enough = {module: np.where(fits[module], counts[module], own) for module, own in enough.items()}
+            fits = {module: peaks <= self._limit_bytes for module, peaks in needed.items()}
+            enough = {module: np.where(fits[module], counts[module], count) for module, count in enough.items()}
             fewest = {
-                module: np.minimum(np.where(fits[module], own, counts[module] + 1), enough[module])
-                for module, own in fewest.items()
+                module: np.minimum(np.where(fits[module], count, counts[module] + 1), enough[module])
+                for module, count in fewest.items()
             }
         return enough

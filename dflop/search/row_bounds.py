@@ -128,7 +128,7 @@ class RowBounds:
             recomputed = row.recomputed
             if grid.module != "llm":
                 layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
-                recomputed = tuple(int(row.encoders_again * len(own)) for own in layers)
+                recomputed = tuple(int(row.encoders_again * len(part)) for part in layers)
             grids.append(replace(grid, recomputed=recomputed))
         if not any(any(grid.recomputed) for grid in grids):
             return plan

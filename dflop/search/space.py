@@ -77,7 +77,7 @@ def _rows(
     fixed = within.fixed or FixedPlan()
     gathering = [name for name, sharding in SHARDINGS.items() if sharding.gathers]
     filling = [name for name, placement in PLACEMENTS.items() if placement.fills_bubbles]
-    meet = [pl.lit(False), *(pl.col(sharding_columns(own.name)[0]).is_in(gathering) for own in spec.encoders)]
+    meet = [pl.lit(False), *(pl.col(sharding_columns(encoder.name)[0]).is_in(gathering) for encoder in spec.encoders)]
     grids = _pinned(
         pl.concat([_of_placement(config, spec, layouts, fixed, name) for name in _placements(within, spec)]), fixed
     )
@@ -211,10 +211,10 @@ def _shares(num_devices: int, sizes: Sequence[Sequence[int]]) -> Iterator[tuple[
     if not sizes:
         yield ()
         return
-    for own in sizes[0]:
-        if own < num_devices:
-            for others in _shares(num_devices - own, sizes[1:]):
-                yield own, *others
+    for size in sizes[0]:
+        if size < num_devices:
+            for others in _shares(num_devices - size, sizes[1:]):
+                yield size, *others
 
 
 def _doublings(most: int) -> list[int]:

@@ -71,10 +71,10 @@ class LowerBounds:
     def means(self) -> np.ndarray:
         """A lower bound of every row's mean step time over the batches, [num_rows]."""
         alone_s, together_s = np.zeros(len(self.llm_place)), self.llm_shared_s[self.llm_place]
-        for own in self.encoders:
-            own_alone_s, own_shared_s, _ = own.means_s[0, :, own.place, 0].T
-            alone_s = np.maximum(alone_s, own_alone_s)
-            together_s = together_s + own_shared_s
+        for bounds in self.encoders:
+            encoder_alone_s, encoder_shared_s, _ = bounds.means_s[0, :, bounds.place, 0].T
+            alone_s = np.maximum(alone_s, encoder_alone_s)
+            together_s = together_s + encoder_shared_s
         sharing = [name for name, placement in PLACEMENTS.items() if placement.shares_ranks]
         return np.maximum(self.llm_s[self.llm_place], np.where(np.isin(self.placement, sharing), together_s, alone_s))
 
@@ -100,12 +100,12 @@ class LowerBounds:
         """
         placement = PLACEMENTS[self.placement[row]]
         alone_s, shared_s, least_s = 0.0, 0.0, 0.0
-        for own in self.encoders:
-            own_s, with_all_s = (own.means_s if len(step_s) == 1 else own.batches_s)[:, :, own.place[row]]
+        for bounds in self.encoders:
+            encoder_s, with_all_s = (bounds.means_s if len(step_s) == 1 else bounds.batches_s)[:, :, bounds.place[row]]
             if encoders_again:  # every recomputed layer adds the same time
-                own_s = own_s + encoders_again * (with_all_s - own_s)
-            alone_s = np.maximum(alone_s, own_s[0])
-            shared_s, least_s = shared_s + own_s[1], least_s + own_s[2]
+                encoder_s = encoder_s + encoders_again * (with_all_s - encoder_s)
+            alone_s = np.maximum(alone_s, encoder_s[0])
+            shared_s, least_s = shared_s + encoder_s[1], least_s + encoder_s[2]
         if not placement.shares_ranks:
             return np.maximum(step_s + adds_s, alone_s)
         if placement.encodes_all_first:
@@ -128,8 +128,8 @@ def lower_bounds(
     llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, not trained.trains("llm"))
     encoders = []
     for encoder in spec.encoders:
-        own = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
-        keys, place = _distinct(rows, (*own, "num_microbatches"))
+        columns = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
+        keys, place = _distinct(rows, (*columns, "num_microbatches"))
         both = [_encoder_bounds(encoder, keys, batches, costs, links, trained, again) for again in (False, True)]
         batches_s = np.array(both)
         encoders.append(EncoderBounds(place, batches_s, batches_s.mean(axis=-1, keepdims=True)))
@@ -238,10 +238,10 @@ def _encoder_bounds(
     items = [loads_of(name, shapes) for shapes in batches]
     total, largest = _over(items, np.sum), _over(items, np.max)
     bounds_s = alone_s, shared_s, least_s = np.zeros((3, len(keys), len(batches)))
-    for sizes, own in keys.group_by(LayoutKey.columns(f"{name}_")):
+    for sizes, rows in keys.group_by(LayoutKey.columns(f"{name}_")):
         layout = LayoutKey(*sizes)
-        dp, count = (own[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
-        place = own["place"].to_numpy()
+        dp, count = (rows[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
+        place = rows["place"].to_numpy()
         part_s, least_part_s = (
             _items_s(costs, name, layout, Loads(*(load / count for load in loads)), trained)
             for loads in (
@@ -252,12 +252,12 @@ def _encoder_bounds(
         )
         for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
-            own_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
+            encoder_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
             shards = own[f"{name}_shards"].to_numpy()[at]
             latency_s, byte_s = links.sync(dp[at, 0], layout, shards)
             layers = even_layers(encoder.num_layers, pp)
             for kind in stage_kinds(name, layout, layers, layers if recomputes else (), trained):
-                busy_s = count[at] * kind.total(own_s)
+                busy_s = count[at] * kind.total(encoder_s)
                 trained_bytes, _ = costs.trained_and_frozen_bytes(kind)
                 sync_s = (latency_s + trained_bytes * byte_s) * (trained_bytes > 0)
                 rest_s = (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]

@@ -85,7 +85,7 @@ def _kinds(rows: pl.DataFrame) -> pl.DataFrame:
     """One row of each kind of layout that may hold a sample that the other kinds cannot."""
     modules = modules_of(rows.columns)
     tp, pp, sharding = ([f"{module}_{size}" for module in modules] for size in ("tp", "pp", "sharding"))
-    gathers = [name for name, own in SHARDINGS.items() if own.gathers]
+    gathers = [name for name, item in SHARDINGS.items() if item.gathers]
     return (
         rows.with_columns(
             num_parts=pl.col("llm_pp") * math.prod(map(pl.col, tp)),
