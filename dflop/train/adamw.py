@@ -26,8 +26,8 @@ def parameter_groups(decays: Mapping[nn.Parameter, bool], weight_decay: float) -
     """The groups that torch's optimisers take: the tensors with `weight_decay`, then those without. `decays` says of
     each tensor whether it has weight decay. A group without tensors is left out."""
     groups = [
-        {"params": [own for own, decayed in decays.items() if decayed], "weight_decay": weight_decay},
-        {"params": [own for own, decayed in decays.items() if not decayed], "weight_decay": 0.0},
+        {"params": [parameter for parameter, decayed in decays.items() if decayed], "weight_decay": weight_decay},
+        {"params": [parameter for parameter, decayed in decays.items() if not decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -34,16 +34,16 @@ def save_checkpoint(
     """
     final = folder / f"step-{step:06d}"
     part = folder / f".{final.name}.part"
-    own: dict[str, tuple[int, str]] = {}
+    of_rank: dict[str, tuple[int, str]] = {}
 
     def write() -> None:
         _save_tensors(part, parts, group)
-        own.update(checksums_of(part, _own_files(part)))
+        of_rank.update(checksums_of(part, _own_files(part)))
 
     trouble = do_together(lambda: _make_empty(part), group, first_rank_only=True) or do_together(write, group)
     if trouble is None:
-        checksums = [own] * dist.get_world_size()
-        dist.all_gather_object(checksums, own, group)
+        checksums = [of_rank] * dist.get_world_size()
+        dist.all_gather_object(checksums, of_rank, group)
         run = run | {"step": step}
         trouble = do_together(lambda: _complete(part, final, run, ChainMap(*checksums)), group, first_rank_only=True)
     if trouble is not None and dist.get_rank() == 0:
@@ -78,8 +78,8 @@ def load_checkpoint(folder: Path, parts: Sequence[Part], group: dist.ProcessGrou
     """
     load_tensors(folder, parts, group)
     num_steps = json.loads((folder / "run.json").read_text(encoding="utf-8"))["step"]
-    for own in parts:
-        own.optimizer.go_on_from(num_steps)
+    for part in parts:
+        part.optimizer.go_on_from(num_steps)
 
 
 def _make_empty(folder: Path) -> None:
@@ -110,8 +110,8 @@ def _is_of_disk(error: BaseException) -> bool:
 
 def _own_files(folder: Path) -> list[str]:
     """The files that this rank wrote; the first rank wrote their index as well."""
-    own = [path.name for path in folder.glob(f"__{dist.get_rank()}_*")]
-    return own + ([".metadata"] if dist.get_rank() == 0 else [])
+    names = [path.name for path in folder.glob(f"__{dist.get_rank()}_*")]
+    return names + ([".metadata"] if dist.get_rank() == 0 else [])
 
 
 def _complete(part: Path, final: Path, run: dict[str, Any], checksums: Mapping[str, tuple[int, str]]) -> None:

@@ -72,7 +72,7 @@ class _Block(NamedTuple):
 def save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
     """Write what the parts of all ranks hold, each block once; every rank must call this. Ranks communicate over
     `group`."""
-    blocks = (block for own in parts for block in _blocks(own, own.parameters.keys() - set(own.written_elsewhere)))
+    blocks = (block for part in parts for block in _blocks(part, part.parameters.keys() - set(part.written_elsewhere)))
     dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks), process_group=group)
 
 
@@ -82,7 +82,7 @@ def load_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup |
     Raises:
         UserError: when the checkpoint lacks values that this rank needs.
     """
-    blocks = [block for own in parts for block in _blocks(own, own.parameters)]
+    blocks = [block for part in parts for block in _blocks(part, part.parameters)]
     planner = _LoadPlanner(blocks, _reads(folder, blocks))
     dcp.load({}, checkpoint_id=folder, planner=planner, process_group=group)
 
@@ -136,12 +136,12 @@ def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
     for block in blocks:
         of_name.setdefault(block.name, []).append(block)
     reads: list[ReadItem] = []
-    for name, own in of_name.items():
+    for name, wanted in of_name.items():
         found = []
-        if name in saved and saved[name].size == own[0].whole:
-            found = create_read_items_for_chunk_list(name, saved[name], [block.chunk for block in own])
+        if name in saved and saved[name].size == wanted[0].whole:
+            found = create_read_items_for_chunk_list(name, saved[name], [block.chunk for block in wanted])
         num_found = sum(math.prod(item.lengths) for item in found)
-        num_wanted = sum(block.values.numel() for block in own)
+        num_wanted = sum(block.values.numel() for block in wanted)
         if num_found != num_wanted:
             raise UserError(
                 f"{folder} holds {num_found} of {num_wanted} values of {name}; it is not whole, so delete it, and "
@@ -168,9 +168,9 @@ def _blocks(part: Part, names: Collection[str]) -> Iterator[_Block]:
         ]
         for block, start, values in runs:
             for number, first, run in _of_each(values, start, num_values):
-                for place, own in _as_blocks(run, first, width):
+                for place, values_there in _as_blocks(run, first, width):
                     at = torch.Size(here + begin for here, begin in zip(place, origins[number], strict=True))
-                    yield from _cut(_Block(block, own, at, whole))
+                    yield from _cut(_Block(block, values_there, at, whole))
 
 
 def _start(shard: Shard, number: int, num_dims: int) -> tuple[int, ...]:

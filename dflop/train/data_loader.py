@@ -60,26 +60,30 @@ def load_ahead(dataset: Dataset, stream: JobStream, config: Config, *, stays: bo
 
 
 def make_loader(
-    config: Config, model: RankModel, plan: Plan, own: NodeModel, records: TrainingRecords
+    config: Config, model: RankModel, plan: Plan, node_model: NodeModel, records: TrainingRecords
 ) -> MicrobatchLoader:
     """The loader of a node's microbatches. All of the node's ranks read records; its first rank decodes media for
     all."""
-    decodes = own.node.module != "llm" and own.node.pp_stage == 0 and own.ranks.is_first
+    decodes = node_model.node.module != "llm" and node_model.node.pp_stage == 0 and node_model.ranks.is_first
     return microbatch_loader(
         config.data,
         model.spec,
         records,
         tokenizer_folder=model.tokenizer.folder,
-        module=own.node.module,
+        module=node_model.node.module,
         num_replicas=[plan.grid(encoder.name).dp for encoder in model.spec.encoders],
-        processor=model.processors[own.node.module] if decodes else None,
+        processor=model.processors[node_model.node.module] if decodes else None,
     )
 
 
 def _dataset(config: Config, plan: Plan, model: RankModel) -> "_RankDataset":
     records = TrainingRecords(list_sources(config.data), config.seed)  # opened once for all of the rank's nodes
     return _RankDataset(
-        {own.node: make_loader(config, model, plan, own, records) for own in model.nodes if own.stage.reads_records}
+        {
+            node_model.node: make_loader(config, model, plan, node_model, records)
+            for node_model in model.nodes
+            if node_model.stage.reads_records
+        }
     )
 
 

@@ -60,11 +60,11 @@ class Evaluation:
         """The mean loss of the set's target tokens, in nats, and the seconds that evaluating took."""
         started, device = time.monotonic(), self._topology.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, and of targets that were dropped
-        modes = [own.stage.training for own in self._model.nodes]
+        modes = [node.stage.training for node in self._model.nodes]
         batches = iter(self._loader)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _all_reading(self._works, batches):
-            for own in self._model.nodes:
-                own.stage.eval()
+            for node in self._model.nodes:
+                node.stage.eval()
             for schedule in self._schedules:
                 for work in self._works.values():
                     work.begin_step(schedule, "evaluation")
@@ -72,8 +72,8 @@ class Evaluation:
                 for work in self._works.values():
                     sums += torch.tensor([float(work.loss), work.num_dropped_targets], dtype=sums.dtype, device=device)
                     work.unreadable.clear()
-            for own, mode in zip(self._model.nodes, modes, strict=True):
-                own.stage.train(mode)
+            for node, mode in zip(self._model.nodes, modes, strict=True):
+                node.stage.train(mode)
         dist.all_reduce(sums)
         loss, num_dropped = sums.tolist()
         num_targets = sum(int(schedule.target_tokens.sum()) for schedule in self._schedules)

@@ -47,14 +47,14 @@ def export_model(
         for number in range(plan.num_stages(grid.module))
         for place in range(grid.tp)
     ]
-    for own in model.nodes:
-        masters = _masters(own) if dtype.itemsize > own.dtype.itemsize else {}
-        if own.node.dp_rank and own.shared is None:
+    for node_model in model.nodes:
+        masters = _masters(node_model) if dtype.itemsize > node_model.dtype.itemsize else {}
+        if node_model.node.dp_rank and node_model.shared is None:
             continue
-        weights = _own_weights(own, masters, dtype, is_tied=model.hf_config.tie_word_embeddings)
-        if own.node.dp_rank:
+        weights = _own_weights(node_model, masters, dtype, is_tied=model.hf_config.tie_word_embeddings)
+        if node_model.node.dp_rank:
             continue
-        index = files.index((own.node.module, own.node.pp_stage, own.ranks.place)) + 1
+        index = files.index((node_model.node.module, node_model.node.pp_stage, node_model.ranks.place)) + 1
         file = part / f"model-{index:05d}-of-{len(files):05d}.safetensors"
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors writes files for their owner alone
@@ -82,29 +82,31 @@ def write_processors(
     tokenizer.save_template(folder)
 
 
-def _masters(own: NodeModel) -> dict[str, torch.Tensor]:
+def _masters(node_model: NodeModel) -> dict[str, torch.Tensor]:
     """The masters of the trained parameters, by name and in the host's memory, on the first replica, which writes them;
     every replica must call this."""
-    if isinstance(own.optimizer, ParameterShards):
+    if isinstance(node_model.optimizer, ParameterShards):
         return {}  # the parameters' shards are the masters
-    names = {parameter: name for name, parameter in own.parameters.items()}
-    gathered = own.optimizer.whole_masters()
-    return {names[parameter]: whole.to("cpu", copy=True) for parameter, whole in gathered if not own.node.dp_rank}
+    names = {parameter: name for name, parameter in node_model.parameters.items()}
+    gathered = node_model.optimizer.whole_masters()
+    return {
+        names[parameter]: whole.to("cpu", copy=True) for parameter, whole in gathered if not node_model.node.dp_rank
+    }
 
 
 def _own_weights(
-    own: NodeModel, masters: dict[str, torch.Tensor], dtype: torch.dtype, *, is_tied: bool
+    node_model: NodeModel, masters: dict[str, torch.Tensor], dtype: torch.dtype, *, is_tied: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors of a stage that this rank writes. They are whole, and each tensor-parallel rank writes about the same
     number of bytes. Parameters that replicas shard are gathered, and only the first replica writes them."""
-    stage, ranks = own.stage, own.ranks
+    stage, ranks = node_model.stage, node_model.ranks
     weights, held_bytes = {}, [0] * ranks.size
     for name, values in stage.hf_state_dict().items():
         if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
             continue
         if isinstance(values, DTensor):
             values = values.full_tensor()  # a collective of all replicas
-            if own.node.dp_rank:
+            if node_model.node.dp_rank:
                 continue
         tensor = masters.get(name, values).to(values.device, dtype)
         shard = stage.shards.get(name)
@@ -123,8 +125,8 @@ def _gathered(tensor: torch.Tensor, shard: Shard, ranks: TensorGroup, writer: in
         return tensor
     parts, dim = [], shard.dim
     for place, rank in enumerate(ranks.ranks):
-        own = ranks.part(shard.whole[dim] // shard.num_stacked, place)
-        width = (own.stop - own.start) * shard.num_stacked
+        rows = ranks.part(shard.whole[dim] // shard.num_stacked, place)
+        width = (rows.stop - rows.start) * shard.num_stacked
         shape = (*shard.whole[:dim], width, *shard.whole[dim + 1 :])
         parts.append(tensor if place == writer else tensor.new_empty(shape))
         if place != writer:

@@ -28,16 +28,16 @@ class HostBuffer:
         """Copies, in the order of `values`, of their shapes and dtypes. They are valid until the next call, and
         complete when this returns."""
         starts, end = [], 0
-        for own in values:
+        for tensor in values:
             starts.append(end)
-            end += -(-own.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        on_gpus = any(own.is_cuda for own in values)
+            end += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        on_gpus = any(tensor.is_cuda for tensor in values)
         if end > self.num_bytes:
             self._allocate(end, is_pinned=on_gpus)
         copies = []
-        for own, start in zip(values, starts, strict=True):
-            copy = self._bytes[start : start + own.nbytes].view(own.dtype).view(own.shape)
-            copies.append(copy.copy_(own, non_blocking=True))
+        for tensor, start in zip(values, starts, strict=True):
+            copy = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor, non_blocking=True))
         if on_gpus:
             torch.cuda.synchronize()
         return copies

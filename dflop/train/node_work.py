@@ -46,31 +46,32 @@ class _Work(ABC):
 
     def __init__(
         self,
-        own: NodeModel,
+        node_model: NodeModel,
         program: Program,
         loader: Iterator,
         feature_size: int,
         trained: TrainedSet,
         undecodable: Undecodable,
     ) -> None:
-        self.stage, self.program, self.node_index, self.node = own.stage, program, own.index, own.node
+        self.stage, self.node_index, self.node = node_model.stage, node_model.index, node_model.node
+        self.program = program
         self._loader, self._feature_size = loader, feature_size
         self._undecodable = undecodable
-        self._own = own
-        self.device = next(own.stage.parameters()).device
-        self._dtype = own.dtype
+        self._node_model = node_model
+        self.device = next(node_model.stage.parameters()).device
+        self._dtype = node_model.dtype
         self.unreadable: list[str] = []
-        self._outgoing = [number for number, edge in enumerate(program.edges) if edge.source == own.index]
-        self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == own.index]
+        self._outgoing = [number for number, edge in enumerate(program.edges) if edge.source == node_model.index]
+        self._incoming = [number for number, edge in enumerate(program.edges) if edge.target == node_model.index]
         # The incoming edges over which a gradient is sent back. A frozen source without a backward needs none.
         self._owed = {
             number for number in self._incoming if trained.has_backward(program.nodes[program.edges[number].source])
         }
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
         # The nodes that run the same passes as this one: the replicas that shard its parameters.
-        self._together = [own.node]
-        if own.shared:
-            self._together = [node for node in program.nodes if node.module == own.node.module]
+        self._together = [node_model.node]
+        if node_model.shared:
+            self._together = [node for node in program.nodes if node.module == node_model.node.module]
 
     def read_from(self, loader: Iterator) -> Iterator:
         """Take inputs from this loader from now on; returns the former loader."""
@@ -91,7 +92,7 @@ class _Work(ABC):
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves: dict[int, dict[int, torch.Tensor]] = {}
         self._num_backwards = sum(map(self._runs, range(self.program.num_microbatches)))
-        self._own.zero_grad()
+        self._node_model.zero_grad()
 
     def prepare(self, microbatch: int) -> None:
         """Load the input of a microbatch."""
@@ -121,7 +122,9 @@ class _Work(ABC):
             for edge, tensor in received.items()
         }
         batch = self._inputs.pop(microbatch)
-        outputs = self._own.run(lambda: self._compute(microbatch, batch, leaves)) if self._runs(microbatch) else {}
+        outputs = (
+            self._node_model.run(lambda: self._compute(microbatch, batch, leaves)) if self._runs(microbatch) else {}
+        )
         if any(output.requires_grad for output in outputs.values()):
             self._outputs[microbatch], self._leaves[microbatch] = outputs, leaves
         return {edge: output.detach() for edge, output in outputs.items() if edge != _LOSS}
@@ -132,9 +135,9 @@ class _Work(ABC):
         wanted = {edge: output for edge, output in outputs.items() if output.requires_grad}
         gradients = [None if edge == _LOSS else received[edge].to(output.dtype) for edge, output in wanted.items()]
         self._num_backwards -= self._runs(microbatch)
-        if self._own.shared:
-            self._own.shared.sum_over_copies(self._num_backwards == 0)
-        with self._own.summing(microbatch == self.program.num_microbatches - 1):
+        if self._node_model.shared:
+            self._node_model.shared.sum_over_copies(self._num_backwards == 0)
+        with self._node_model.summing(microbatch == self.program.num_microbatches - 1):
             if wanted:
                 torch.autograd.backward(list(wanted.values()), gradients)
         owed = {edge: leaf.grad for edge, leaf in leaves.items() if leaf.grad is not None}
@@ -150,7 +153,7 @@ class _Work(ABC):
 
     def sync_gradients(self) -> None:
         """Sum the step's gradients over replicas."""
-        self._own.sum_gradients()
+        self._node_model.sum_gradients()
 
     @abstractmethod
     def _receive_input(self, microbatch: int, loaded: object) -> EncoderBatch | TextBatch:
@@ -175,22 +178,22 @@ class _Work(ABC):
 class EncoderWork(_Work):
     """A stage of an encoder. The last one sends features, as one tensor to each LLM replica that needs some."""
 
-    def __init__(self, own: NodeModel, processor: MediaProcessor, blank: EncoderBatch, **common: Any) -> None:
+    def __init__(self, node_model: NodeModel, processor: MediaProcessor, blank: EncoderBatch, **common: Any) -> None:
         """`blank` is a batch of one item, for passes in which a replica takes part without samples of its own."""
-        super().__init__(own, **common)
+        super().__init__(node_model, **common)
         self._processor, self._blank = processor, blank
 
     def _receive_input(self, microbatch: int, loaded: LoadedMedia) -> EncoderBatch:
         self.unreadable += loaded.unreadable
         chosen = np.flatnonzero(samples_of(self.schedule, self.node, microbatch))
-        if self.stage.is_first and self._own.ranks.is_first and len(chosen):  # it has decoded
+        if self.stage.is_first and self._node_model.ranks.is_first and len(chosen):  # it has decoded
             undecodable = chosen[list(loaded.undecodable)].tolist()
             self._undecodable.tell(self._batch, microbatch, self.node, undecodable)
         return self._with_items(loaded.batch.to(self.device, self._dtype))
 
     def _with_items(self, batch: EncoderBatch) -> EncoderBatch:
         """The batch with its items on all ranks of the node: the first rank decodes, and sends them to the others."""
-        ranks, num_items = self._own.ranks, sum(medium.num_items for media in batch.media for medium in media)
+        ranks, num_items = self._node_model.ranks, sum(medium.num_items for media in batch.media for medium in media)
         if ranks.size == 1 or not self.stage.is_first or not num_items:
             return batch
         items = batch.items
@@ -272,13 +275,13 @@ class LlmWork(_Work):
         else:
             (leaf,) = leaves.values()
             hidden = leaf.to(self._dtype)
-        if self._own.shared and self._owed and not hidden.requires_grad:
+        if self._node_model.shared and self._owed and not hidden.requires_grad:
             hidden.requires_grad_()  # other replicas have a backward, for their encoders, so this one must have it, too
         if self.stage.is_last:
             batch = self._learnable(microbatch, batch)
         output = self.stage(hidden, batch)
         if self.stage.is_last:
-            if self._own.ranks.is_first:  # all ranks of the node have the same loss, which counts once
+            if self._node_model.ranks.is_first:  # all ranks of the node have the same loss, which counts once
                 self.loss += output.detach()
             return {_LOSS: output}
         return dict.fromkeys(self._outgoing, output)
@@ -300,7 +303,7 @@ class LlmWork(_Work):
         if not segments:
             return batch
         learnable = without_targets_of(batch, segments)
-        if self._own.ranks.is_first:
+        if self._node_model.ranks.is_first:
             self.num_undecodable += len(segments)
             self.num_dropped_targets += len(batch.target_ids) - len(learnable.target_ids)
         return learnable
@@ -327,7 +330,7 @@ def make_works(
     """The work of each of a rank's nodes, by the node's index; through `store` ranks report undecodable samples."""
     undecodable = Undecodable(store)
     works: dict[int, EncoderWork | LlmWork] = {}
-    for own in model.nodes:
+    for node_model in model.nodes:
         common: dict[str, Any] = {
             "program": program,
             "loader": loader,
@@ -335,10 +338,13 @@ def make_works(
             "trained": config.model.trained,
             "undecodable": undecodable,
         }
-        if own.node.module == "llm":
-            works[own.index] = LlmWork(own, **common)
+        if node_model.node.module == "llm":
+            works[node_model.index] = LlmWork(node_model, **common)
         else:
-            works[own.index] = EncoderWork(
-                own, model.processors[own.node.module], _blank(model.spec, own.node.module), **common
+            works[node_model.index] = EncoderWork(
+                node_model,
+                model.processors[node_model.node.module],
+                _blank(model.spec, node_model.node.module),
+                **common,
             )
     return works

@@ -97,45 +97,45 @@ class ParameterShards:
         self._trained: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in parameters:
             with torch.no_grad():
-                _, own = rows_of(parameter)
-            if parameter.requires_grad and own.numel():
-                self._trained[parameter] = nn.Parameter(own)
+                _, shard = rows_of(parameter)
+            if parameter.requires_grad and shard.numel():
+                self._trained[parameter] = nn.Parameter(shard)
         self._whole = list(parameters)
-        self._adamw = AdamW({own: has_weight_decay(own) for own in self._trained.values()}, weight_decay)
+        self._adamw = AdamW({shard: has_weight_decay(shard) for shard in self._trained.values()}, weight_decay)
 
     def zero_grad(self) -> None:
         for parameter in self._whole:
             parameter.grad = None
-        for own in self._trained.values():
-            own.grad = None
+        for shard in self._trained.values():
+            shard.grad = None
 
     def sum_gradients(self) -> None:
         """Take the summed gradients from FSDP2, which has already reduced those of each microbatch."""
-        for parameter, own in self._trained.items():
+        for parameter, shard in self._trained.items():
             if parameter.grad is None:
-                own.grad = torch.zeros_like(own)
+                shard.grad = torch.zeros_like(shard)
             else:
                 _, summed = rows_of(parameter.grad)
-                own.grad = summed.to(own.dtype)
+                shard.grad = summed.to(shard.dtype)
 
     def norm_squared(self) -> float:
         """The squared gradient norm of this replica's shards. The sum over all ranks of the stage is the stage's."""
-        counted = [own.grad for parameter, own in self._trained.items() if parameter not in self._elsewhere]
+        counted = [shard.grad for parameter, shard in self._trained.items() if parameter not in self._elsewhere]
         return squared_norm(counted if self._is_counted else ())
 
     def step(self, lr: float, scale: float) -> None:
         """Update the shards with their gradients times `scale`."""
-        for own in self._trained.values():
-            own.grad.mul_(scale)
+        for shard in self._trained.values():
+            shard.grad.mul_(scale)
         self._adamw.step(lr)
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """This replica's shard of a parameter, with its moments if it is trained; empty if the shard has no values."""
-        first_row, own = rows_of(parameter.detach())
-        if not own.numel():
+        first_row, shard = rows_of(parameter.detach())
+        if not shard.numel():
             return []
         moments = self._adamw.moments_of(self._trained[parameter]) if parameter in self._trained else {}
-        return [Piece(first_row * math.prod(parameter.shape[1:]), own.flatten(), moments)]
+        return [Piece(first_row * math.prod(parameter.shape[1:]), shard.flatten(), moments)]
 
     def go_on_from(self, num_steps: int) -> None:
         """Go on after the moments were read from a checkpoint of `num_steps` steps."""

@@ -108,26 +108,26 @@ class RankModel:
 
     def of(self, index: int) -> NodeModel:
         """The node with this index in the program."""
-        return next(own for own in self.nodes if own.index == index)
+        return next(node for node in self.nodes if node.index == index)
 
     def norm_squared(self) -> float:
         """The squared norm of the summed gradients that this rank owns. The sum over all ranks is the model's."""
-        return sum(own.optimizer.norm_squared() for own in self.nodes)
+        return sum(node.optimizer.norm_squared() for node in self.nodes)
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters have the values of the last update."""
-        for own in self.nodes:
-            if not own.shared:
-                own.optimizer.wait_for_parameters()
+        for node in self.nodes:
+            if not node.shared:
+                node.optimizer.wait_for_parameters()
 
     def update(self, lr_factor: float, scale: float) -> None:
         """One step of the optimisers, with each module's learning rate times `lr_factor` and the gradients times
         `scale`. With `overlaps`, updated parameters may come as late as the next forward needs them."""
-        for own in self.nodes:
-            own.update(own.lr * lr_factor, scale)
-        for own in self.nodes:
-            if own.tied:
-                own.tied.give_values()
+        for node in self.nodes:
+            node.update(node.lr * lr_factor, scale)
+        for node in self.nodes:
+            if node.tied:
+                node.tied.give_values()
 
 
 def forwards_that_read(
@@ -206,7 +206,7 @@ def _build_node(
         shared = SharedPasses(stage, units)
         stage.train_parts(trained_parts)  # again, since sharding has set it for whole units
         parameters = stage.named_hf_parameters()
-        own = ParameterShards(
+        parameter_shards = ParameterShards(
             list(parameters.values()),
             topology.sharers[index],
             topology.rank,
@@ -215,7 +215,7 @@ def _build_node(
         )
         return NodeModel(
             **common,
-            optimizer=own,
+            optimizer=parameter_shards,
             parameters=parameters,
             shards=stage.shards,
             shared=shared,
@@ -226,10 +226,10 @@ def _build_node(
     parameters = stage.named_hf_parameters()
     copy = embedding.weight if embedding and embedding.is_copy else None
     layers = [stage.hf.get_submodule(name) for name in stage.layer_names]
-    inside = {own for layer in layers for own in layer.parameters()}
-    outside = [own for own in parameters.values() if own not in inside]
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in parameters.values() if parameter not in inside]
     optimizer = ShardedAdamW(
-        [own for own in parameters.values() if own is not copy],
+        [parameter for parameter in parameters.values() if parameter is not copy],
         topology.replicas[index],
         weight_decay=weight_decay,
         computed_in=dtype,
@@ -238,8 +238,8 @@ def _build_node(
         needed_first=outside,
     )
     for layer in layers:
-        own = list(layer.parameters())
-        layer.register_forward_pre_hook(lambda *_, own=own: optimizer.wait_for_parameters(own))
+        of_layer = list(layer.parameters())
+        layer.register_forward_pre_hook(lambda *_, of_layer=of_layer: optimizer.wait_for_parameters(of_layer))
     unread = [parameters[name] for name in stage.unread if name in parameters]  # they are written as they were read
     compute_in(stage, dtype, but=unread)  # of trained parameters only the tied copy, which no optimiser has converted
     return NodeModel(
@@ -249,7 +249,7 @@ def _build_node(
         shards=stage.shards,
         tied=embedding,
         outside=outside,
-        written_elsewhere={*of_first, *(name for name, own in parameters.items() if own is copy)},
+        written_elsewhere={*of_first, *(name for name, parameter in parameters.items() if parameter is copy)},
     )
 
 

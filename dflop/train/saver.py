@@ -95,7 +95,9 @@ class CheckpointSaver:
             }
             for part in parts
         ]
-        values = [own for of_part in pieces for of_name in of_part.values() for piece in of_name for own in _all(piece)]
+        values = [
+            tensor for of_part in pieces for of_name in of_part.values() for piece in of_name for tensor in _all(piece)
+        ]
         copies = iter(self._buffer.copies_of(values))
         staged = []
         for part, of_part in zip(parts, pieces, strict=True):

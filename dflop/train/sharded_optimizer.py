@@ -37,7 +37,7 @@ class _Bucket:
     values: torch.Tensor
     masters: torch.Tensor
     gradients: torch.Tensor
-    own: slice
+    owned: slice
     is_counted: bool
 
 
@@ -73,7 +73,7 @@ class ShardedAdamW:
     ) -> None:
         self._replicas = replicas
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
-        trained = [own for own in parameters if own.requires_grad]
+        trained = [tensor for tensor in parameters if tensor.requires_grad]
         # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
@@ -81,15 +81,15 @@ class ShardedAdamW:
         # Backward completes the buckets from the last one on, except the first ones: those of parameters that are
         # complete later, and of those that are counted elsewhere, which are small and of all layers.
         for group in (later, elsewhere - later, set(trained) - later - elsewhere):
-            for own in _in_buckets([own for own in trained if own in group], bucket_bytes):
-                self._buckets.append(self._make_bucket(own, computed_in, own[0] not in elsewhere))
-        self._num_later = len({self._places[own][0] for own in trained if own in later})
+            for bucket in _in_buckets([tensor for tensor in trained if tensor in group], bucket_bytes):
+                self._buckets.append(self._make_bucket(bucket, computed_in, bucket[0] not in elsewhere))
+        self._num_later = len({self._places[tensor][0] for tensor in trained if tensor in later})
         # While the last backward runs: by bucket, the parameters whose gradients are not complete.
         self._incomplete: list[set[nn.Parameter]] = []
         # Buckets whose sums have begun, counted from the last one, and the sums that are waited for.
         self._num_begun, self._sums = 0, []
         # The buckets in the order in which their values are sent back, and those whose values are under way.
-        first = {self._places[own][0] for own in needed_first if own in self._places}
+        first = {self._places[tensor][0] for tensor in needed_first if tensor in self._places}
         self._gather_order = sorted(range(len(self._buckets)), key=lambda number: number not in first)
         self._gathers: dict[int, dist.Work] = {}
         if self._num_replicas > 1:
@@ -136,20 +136,20 @@ class ShardedAdamW:
         while self._num_begun < num_buckets:
             self._num_begun += 1
             bucket = self._buckets[-self._num_begun]
-            self._sums.append(reduce_scatter_flat(bucket.gradients[bucket.own], bucket.gradients, self._replicas))
+            self._sums.append(reduce_scatter_flat(bucket.gradients[bucket.owned], bucket.gradients, self._replicas))
 
     def sum_gradients(self) -> None:
         """Sum the gradients over the replicas. Afterwards each replica has the sums of its own share only."""
         if self._num_replicas > 1:
             self._begin_sums(len(self._buckets))
-            for own in self._sums:
-                own.wait()
+            for work in self._sums:
+                work.wait()
         self._num_begun, self._sums = 0, []
 
     def norm_squared(self) -> float:
         """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the
         stage's."""
-        return squared_norm(bucket.gradients[bucket.own] for bucket in self._buckets if bucket.is_counted)
+        return squared_norm(bucket.gradients[bucket.owned] for bucket in self._buckets if bucket.is_counted)
 
     def step(self, lr: float, scale: float) -> None:
         """Update the own share with its gradients times `scale`, and begin to send the result to all replicas. Nobody
@@ -167,7 +167,7 @@ class ShardedAdamW:
         if not self._gathers:
             return
         wanted = self._places if parameters is None else parameters
-        for number in {self._places[own][0] for own in wanted if own in self._places}:
+        for number in {self._places[parameter][0] for parameter in wanted if parameter in self._places}:
             if work := self._gathers.pop(number, None):
                 work.wait()
 
@@ -182,7 +182,7 @@ class ShardedAdamW:
             first, last = max(begin, start), min(end, start + len(masters))
             if first < last:
                 held = slice(first - start, last - start)
-                moments = {name: own[held] for name, own in self._adamw.moments_of(masters).items()}
+                moments = {name: moment[held] for name, moment in self._adamw.moments_of(masters).items()}
                 pieces.append(Piece(first - begin, masters.detach()[held], moments))
         return pieces
 
@@ -211,9 +211,9 @@ class ShardedAdamW:
         for number in self._gather_order:
             bucket = self._buckets[number]
             if bucket.values.dtype != bucket.masters.dtype:
-                bucket.values[bucket.own].copy_(bucket.masters)
+                bucket.values[bucket.owned].copy_(bucket.masters)
             if self._num_replicas > 1:
-                self._gathers[number] = all_gather_flat(bucket.values, bucket.values[bucket.own], self._replicas)
+                self._gathers[number] = all_gather_flat(bucket.values, bucket.values[bucket.owned], self._replicas)
 
     @torch.no_grad()
     def _make_bucket(
@@ -225,31 +225,33 @@ class ShardedAdamW:
             self._places[parameter] = len(self._buckets), size
             size += _aligned(parameter.numel(), _ALIGNMENT)
         share = _aligned(-(-size // self._num_replicas), _ALIGNMENT)
-        own = slice(share * self._replica, share * (self._replica + 1))
+        owned = slice(share * self._replica, share * (self._replica + 1))
         first = parameters[0].detach()
         values = first.new_zeros(share * self._num_replicas, dtype=computed_in or first.dtype)
-        masters = values[own] if values.dtype == first.dtype else first.new_zeros(share)
+        masters = values[owned] if values.dtype == first.dtype else first.new_zeros(share)
         gradients = first.new_zeros(len(values))
         for parameter in parameters:
             _, begin = self._places[parameter]
             end = begin + parameter.numel()
             flat = parameter.detach().flatten()
             values[begin:end] = flat
-            start, stop = max(begin, own.start), min(end, own.stop)
+            start, stop = max(begin, owned.start), min(end, owned.stop)
             if start < stop:
-                masters[start - own.start : stop - own.start] = flat[start - begin : stop - begin]
+                masters[start - owned.start : stop - owned.start] = flat[start - begin : stop - begin]
             set_values(parameter, values[begin:end].view_as(parameter))
             parameter.grad = gradients[begin:end].view_as(parameter)
-        return _Bucket(values, masters, gradients, own, is_counted)
+        return _Bucket(values, masters, gradients, owned, is_counted)
 
     def _make_runs(self, number: int) -> list[_Run]:
         """The parts of a bucket's own share with weight decay and without, which each are one range of it."""
         bucket = self._buckets[number]
-        plain = [begin for own, (at, begin) in self._places.items() if at == number and not has_weight_decay(own)]
-        turn = min(max(min(plain, default=bucket.own.stop), bucket.own.start), bucket.own.stop)
+        plain = [
+            begin for parameter, (at, begin) in self._places.items() if at == number and not has_weight_decay(parameter)
+        ]
+        turn = min(max(min(plain, default=bucket.owned.stop), bucket.owned.start), bucket.owned.stop)
         return [
-            _Run(start, nn.Parameter(bucket.masters[start - bucket.own.start : stop - bucket.own.start]), decays)
-            for decays, start, stop in ((True, bucket.own.start, turn), (False, turn, bucket.own.stop))
+            _Run(start, nn.Parameter(bucket.masters[start - bucket.owned.start : stop - bucket.owned.start]), decays)
+            for decays, start, stop in ((True, bucket.owned.start, turn), (False, turn, bucket.owned.stop))
             if start < stop
         ]
 

@@ -77,8 +77,8 @@ def seconds_frame(step: int, parts: np.ndarray, step_s: float, *, warmup: bool) 
 def split_line(parts: np.ndarray) -> dict[str, Any]:
     """The field `seconds` of `metrics.jsonl`: the parts of the mean rank, and of the rank that waits least for
     others."""
-    own = int(parts[:, [PARTS.index("bubble"), PARTS.index("peers")]].sum(axis=1).argmin())
-    return {"mean_rank": _rounded(parts.mean(axis=0)), "slowest_rank": {"rank": own, **_rounded(parts[own])}}
+    slowest = int(parts[:, [PARTS.index("bubble"), PARTS.index("peers")]].sum(axis=1).argmin())
+    return {"mean_rank": _rounded(parts.mean(axis=0)), "slowest_rank": {"rank": slowest, **_rounded(parts[slowest])}}
 
 
 def _rounded(seconds: Sequence[float]) -> dict[str, float]:

@@ -10,13 +10,13 @@ __all__ = ["sum_over_ranks"]
 
 
 def sum_over_ranks(
-    values: Mapping[str, float], own: Sequence[float], device: torch.device
+    values: Mapping[str, float], of_rank: Sequence[float], device: torch.device
 ) -> tuple[dict[str, float], np.ndarray]:
-    """The sums of `values` over all ranks, by name, and all ranks' `own`, float64 [num_ranks, len(own)]; every rank
-    must call this."""
+    """The sums of `values` over all ranks, by name, and all ranks' `of_rank`, float64 [num_ranks,
+    len(of_rank)]; every rank must call this."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    of_ranks = np.zeros((num_ranks, len(own)))
-    of_ranks[rank] = own
+    of_ranks = np.zeros((num_ranks, len(of_rank)))
+    of_ranks[rank] = of_rank
     told = torch.from_numpy(np.concatenate([list(values.values()), of_ranks.ravel()])).to(device)
     dist.all_reduce(told)
     summed = told.cpu().numpy()

@@ -49,9 +49,9 @@ class StepReports:
         seconds: dict[int, np.ndarray] = {}
         for span in spans:
             if span.op in _WAY and (span.op, span.microbatch) not in self._left_out:
-                own = seconds.setdefault(span.node, np.zeros((2, self._shape[-1])))
-                own[_WAY[span.op], span.microbatch] += span.seconds
-        nodes = [[node, own.tolist()] for node, own in seconds.items()]
+                of_node = seconds.setdefault(span.node, np.zeros((2, self._shape[-1])))
+                of_node[_WAY[span.op], span.microbatch] += span.seconds
+        nodes = [[node, of_node.tolist()] for node, of_node in seconds.items()]
         self._store.set(self._key(step, self._rank), json.dumps([step, nodes]))
         self._sent = {known: spent for known, spent in self._sent.items() if known > step - _NUM_SLOTS}
         self._sent[step] = step_s, time.monotonic() - started
@@ -67,8 +67,8 @@ class StepReports:
         for line in self._store.multi_get([self._key(ended, rank) for rank in range(self._num_ranks)]):
             reported, nodes = json.loads(line)
             assert reported == ended, f"times of step {reported} where those of step {ended} ought to be"
-            for node, own in nodes:
-                seconds[:, node] = np.maximum(seconds[:, node], own)  # the slowest of a node's ranks counts
+            for node, of_node in nodes:
+                seconds[:, node] = np.maximum(seconds[:, node], of_node)  # the slowest of a node's ranks counts
         # The time that this reading takes is not known yet, so that of the last one is used.
         overhead = (sending_s + self._last_take_s) / step_s
         self._last_take_s = time.monotonic() - started

@@ -47,7 +47,7 @@ def summarise(
         raise UserError(f"{out} holds no steps, or no checkpoint, of its run; train it anew with `train.resume=never`")
     _, run = found
     trained = Generation.of_run(run)
-    own = [step for step in steps if step.get("generation") == trained.prices] or steps
+    counted = [step for step in steps if step.get("generation") == trained.prices] or steps
     learner = read_learned(out / "observations" / CORRECTIONS_FILE)
     summary = {
         "generation": trained.digest,
@@ -56,19 +56,19 @@ def summarise(
         **_losses(steps),
         "evaluation": _evaluation(steps),
         "train_s": sum(step["step_s"] for step in steps),
-        **_speed(own[NUM_WARMUP_STEPS:] or own),
+        **_speed(counted[NUM_WARMUP_STEPS:] or counted),
         "total_schedule_wait_s": sum(step["wait_s"] for step in steps),
         "total_data_wait_s": sum(step["data_wait_s"] for step in steps),
         # Steps with microbatches whose loads are outside the measured range.
-        "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in own),
-        "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in own),
+        "num_extrapolated_steps": sum(step.get("extrapolated", 0.0) > 0 for step in counted),
+        "extrapolated": statistics.fmean(step.get("extrapolated", 0.0) for step in counted),
         # Assignments that were faster than the chosen ones, but did not fit into memory.
         "num_beyond_memory": sum(step.get("num_beyond_memory", 0) for step in steps),
         "num_left_out": num_left_out,  # samples that no device could hold
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "num_undecodable": sum(step.get("num_undecodable", 0) for step in steps),
         # Functions of layers, over all ranks, that could not be compiled, or only for some of their inputs.
-        "num_eager": own[-1].get("num_eager", 0),
+        "num_eager": counted[-1].get("num_eager", 0),
         "restarts": run["restarts"],
         "attention": run.get("attention"),  # the kernel that computed it
         "peak_memory_bytes": run.get("peak_memory_bytes", {}),

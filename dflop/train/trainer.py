@@ -117,7 +117,7 @@ class Trainer:
             num_ranks=self.topology.world_size,
             num_nodes=len(program.nodes),
             num_microbatches=self.plan.num_microbatches,
-            overlaps=any(own.overlaps for own in self.model.nodes),
+            overlaps=any(node.overlaps for node in self.model.nodes),
         )
         self._say("the model is built; the schedules and the loaders start")
         self.publisher = self._start_publisher() if self.topology.is_main else None
@@ -328,8 +328,8 @@ class Trainer:
         """For each module, the peak bytes of its fullest rank (`PeakMemory`)."""
         peak, modules = peak_memory(self.topology.device), [grid.module for grid in self.plan.grids]
         peaks = torch.zeros(len(peak), len(modules), dtype=torch.float64, device=self.topology.device)
-        for own in self.model.nodes:
-            peaks[:, modules.index(own.node.module)] = torch.tensor(peak, dtype=peaks.dtype)
+        for node_model in self.model.nodes:
+            peaks[:, modules.index(node_model.node.module)] = torch.tensor(peak, dtype=peaks.dtype)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         held, allocated = ({m: int(n) for m, n in zip(modules, row, strict=True) if n} for row in peaks.tolist())
         return {"peak_memory_bytes": held, "peak_allocated_bytes": allocated}
