@@ -20,7 +20,9 @@ from dflop.plan.trained import TrainedSet
 from dflop.step import (
     Bridges,
     CompiledPlan,
+    Instruction,
     Op,
+    Program,
     StageTimes,
     compile_plan,
     make_program,
@@ -37,93 +39,104 @@ PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1}
 
 def walk(plan: Plan, times: StageTimes, frozen=(), slots=None) -> tuple[np.ndarray, np.ndarray, float]:
     """Starts and ends [2, num_nodes, num_microbatches] and the step time, one instruction after the other."""
-    program = make_program(plan, TrainedSet(frozen), slots)
-    carriers = [
-        [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(len(program.nodes))
-    ]
-    meeting = []
-    for node, own in enumerate(program.nodes):
-        first = node - own.dp_rank % plan.grid(own.module).num_shards
-        meeting.append(list(range(first, first + plan.grid(own.module).num_shards)))
-    bridged = {
-        key: seconds
-        for *key, seconds in zip(
-            *(getattr(times.bridges, name).tolist() for name in ("source", "target", "microbatch", "seconds")),
-            strict=True,
-        )
-        for key in [tuple(key)]
-    }
-    start_s = np.full((2, len(program.nodes), plan.num_microbatches), np.nan)
-    end_s, clocks, early_ends = start_s.copy(), np.zeros(len(program.workers)), np.zeros(len(program.workers))
-    nothing, late_ends = np.zeros(len(program.nodes)), np.zeros(len(program.workers))
-    early_s = nothing if times.early_sync_s is None else times.early_sync_s
-    late_s = nothing if times.late_sync_s is None else times.late_sync_s
-    given_s = nothing.copy()
-    for worker, items in enumerate(program.instructions):
-        for node in dict.fromkeys(item.node for item in items if item.op is Op.FORWARD):
-            late_ends[worker] += late_s[node]
-            given_s[node] = max(given_s[node], late_ends[worker])
-    last = {
-        (item.node, item.op)
-        for items in program.instructions
-        for item in {own.node: own for own in items if own.op in PASS_OF}.values()
-    }
-    arrived, done = {}, [0] * len(program.workers)
-    moved = True
-    while moved:
-        moved = False
-        for worker, items in enumerate(program.instructions):
-            while done[worker] < len(items):
-                item = items[done[worker]]
-                # Each worker is done with transfers on its own, and with the sync: that its replicas wait for each
-                # other ends no step later.
-                is_sync = item.op is Op.SYNC_GRADIENTS
-                peers = meeting[item.node] if item.op in PASS_OF else [item.node]
-                wanted = {w: dataclasses.replace(item, node=node) for node in peers for w in carriers[node]}
-                if is_sync or item.edge >= 0:
-                    wanted = {worker: item}
-                together = list(wanted)
-                if is_sync:
-                    clocks[worker] = max(clocks[worker], early_ends[worker]) + times.sync_s[item.node]
-                    clocks[worker] -= early_s[item.node] + late_s[item.node]
-                if any(
-                    done[w] >= len(program.instructions[w]) or program.instructions[w][done[w]] != wanted[w]
-                    for w in together
-                ):
-                    break
-                if item.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
-                    edge, which = program.edges[item.edge], int(item.op is Op.RECV_BACKWARD)
-                    seconds = times.chain_s[edge.source, item.microbatch]
-                    if edge.is_bridge:
-                        seconds = bridged.get((edge.source, edge.target, item.microbatch))
-                    sent_s = end_s[which, (edge.source, edge.target)[which], item.microbatch]
-                    if seconds is not None and np.isnan(sent_s):
-                        break
-                    if seconds is not None:
-                        key = which, item.node, item.microbatch
-                        arrived[key] = max(arrived.get(key, 0.0), sent_s + seconds)
-                elif item.op in PASS_OF:
-                    seconds = {
-                        Op.FORWARD: lambda at: times.forward_s[at],
-                        Op.BACKWARD: lambda at: times.backward_s[at],
-                    }[item.op]
-                    # Who shares parameters waits for each other, and ends together.
-                    cells = [(PASS_OF[item.op], node, item.microbatch) for node in peers]
-                    ready_s = max([*(arrived.get(cell, 0.0) for cell in cells), *(clocks[w] for w in together)])
-                    if item.op is Op.FORWARD and item.microbatch == 0:
-                        ready_s = max([ready_s, *(given_s[node] - seconds((node, 0)) for node in peers)])
-                    ended_s = ready_s + max(seconds(cell[1:]) for cell in cells)
-                    for cell in cells:
-                        start_s[cell], end_s[cell] = ended_s - seconds(cell[1:]), ended_s
-                        if cell[2] == plan.num_microbatches - 1 and (cell[1], item.op) in last:
-                            for w in carriers[cell[1]]:
-                                early_ends[w] = max(early_ends[w], start_s[cell]) + early_s[cell[1]]
-                    clocks[together] = ended_s
-                for w in together:
-                    done[w] += 1
-                moved = True
-    assert done == [len(items) for items in program.instructions]
-    return start_s, end_s, float(clocks.max())
+    walked = Walk(plan, times, make_program(plan, TrainedSet(frozen), slots))
+    while any(walked.advance(worker) for worker in range(len(walked.done))):
+        ...
+    assert walked.done == [len(items) for items in walked.instructions]
+    return walked.start_s, walked.end_s, float(walked.clocks.max())
+
+
+class Walk:
+    """The state of a walk: what each worker has done, and when. Methods are False where a worker must wait."""
+
+    def __init__(self, plan: Plan, times: StageTimes, program: Program) -> None:
+        self.times, self.program, self.instructions = times, program, program.instructions
+        num_nodes, num_workers = len(program.nodes), len(program.workers)
+        self.carriers = [
+            [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(num_nodes)
+        ]
+        self.sharers = []  # of each node: the nodes with which it shares parameters
+        for index, node in enumerate(program.nodes):
+            num_shards = plan.grid(node.module).num_shards
+            first = index - node.dp_rank % num_shards
+            self.sharers.append(list(range(first, first + num_shards)))
+        columns = (getattr(times.bridges, name).tolist() for name in ("source", "target", "microbatch", "seconds"))
+        self.bridge_s = {tuple(key): seconds for *key, seconds in zip(*columns, strict=True)}
+        self.start_s = np.full((2, num_nodes, plan.num_microbatches), np.nan)
+        self.end_s, self.clocks, self.early_ends = self.start_s.copy(), np.zeros(num_workers), np.zeros(num_workers)
+        nothing, late_ends = np.zeros(num_nodes), np.zeros(num_workers)
+        self.early_s = nothing if times.early_sync_s is None else times.early_sync_s
+        self.late_s = nothing if times.late_sync_s is None else times.late_sync_s
+        self.given_s = nothing.copy()
+        for worker, items in enumerate(self.instructions):
+            for node in dict.fromkeys(item.node for item in items if item.op is Op.FORWARD):
+                late_ends[worker] += self.late_s[node]
+                self.given_s[node] = max(self.given_s[node], late_ends[worker])
+        self.last = {
+            (item.node, item.op)
+            for items in self.instructions
+            for item in {item.node: item for item in items if item.op in PASS_OF}.values()
+        }
+        self.arrived, self.done = {}, [0] * num_workers
+
+    def advance(self, worker: int) -> bool:
+        """Carry out the worker's next instructions, as far as they can be; whether there was one."""
+        before = self.done[worker]
+        while self.done[worker] < len(self.instructions[worker]) and self.carry_out(worker):
+            ...
+        return self.done[worker] > before
+
+    def carry_out(self, worker: int) -> bool:
+        item = self.instructions[worker][self.done[worker]]
+        # Each worker is done with transfers on its own, and with the sync: that its replicas wait for each other ends
+        # no step later.
+        together = [worker]
+        if item.op is Op.SYNC_GRADIENTS:
+            self.clocks[worker] = max(self.clocks[worker], self.early_ends[worker]) + self.times.sync_s[item.node]
+            self.clocks[worker] -= self.early_s[item.node] + self.late_s[item.node]
+        elif item.edge < 0:
+            nodes = self.sharers[item.node] if item.op in PASS_OF else [item.node]
+            wanted = {w: dataclasses.replace(item, node=node) for node in nodes for w in self.carriers[node]}
+            if any(self.instructions[w][self.done[w] : self.done[w] + 1] != (its,) for w, its in wanted.items()):
+                return False
+            together = list(wanted)
+        if item.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD) and not self.receive(item):
+            return False
+        if item.op in PASS_OF:
+            self.compute(item, together)
+        for w in together:
+            self.done[w] += 1
+        return True
+
+    def receive(self, item: Instruction) -> bool:
+        edge, which = self.program.edges[item.edge], int(item.op is Op.RECV_BACKWARD)
+        seconds = self.times.chain_s[edge.source, item.microbatch]
+        if edge.is_bridge:
+            seconds = self.bridge_s.get((edge.source, edge.target, item.microbatch))
+        if seconds is None:  # nothing is sent
+            return True
+        sent_s = self.end_s[which, (edge.source, edge.target)[which], item.microbatch]
+        if np.isnan(sent_s):
+            return False
+        key = which, item.node, item.microbatch
+        self.arrived[key] = max(self.arrived.get(key, 0.0), sent_s + seconds)
+        return True
+
+    def compute(self, item: Instruction, together: list[int]) -> None:
+        """A pass on all nodes that share its parameters: they wait for each other, and end together."""
+        seconds = {Op.FORWARD: self.times.forward_s, Op.BACKWARD: self.times.backward_s}[item.op][:, item.microbatch]
+        nodes = self.sharers[item.node]
+        cells = [(PASS_OF[item.op], node, item.microbatch) for node in nodes]
+        ready_s = max([*(self.arrived.get(cell, 0.0) for cell in cells), *self.clocks[together]])
+        if item.op is Op.FORWARD and item.microbatch == 0:
+            ready_s = max([ready_s, *(self.given_s[node] - seconds[node] for node in nodes)])
+        ended_s = ready_s + max(seconds[node] for node in nodes)
+        for cell, node in zip(cells, nodes, strict=True):
+            self.start_s[cell], self.end_s[cell] = ended_s - seconds[node], ended_s
+            if item.microbatch == self.start_s.shape[2] - 1 and (node, item.op) in self.last:
+                for w in self.carriers[node]:
+                    self.early_ends[w] = max(self.early_ends[w], self.start_s[cell]) + self.early_s[node]
+        self.clocks[together] = ended_s
 
 
 def make_times(compiled: CompiledPlan, forward_s=1.0, backward_s=2.0, chain_s=0.0, sync_s=0.0, bridges=None):
