@@ -14,6 +14,8 @@ _MOST_PLANS = 12
 # Step times whose ratio is smaller are called the same.
 _ALIKE = 1.005
 _SAME = ("placement", "num_microbatches", "checkpointing", "schedule", "num_chunks")
+_HEIGHT = 40  # of a plan's row
+_LEFT = {"align": "left", "baseline": "middle"}
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
@@ -42,32 +44,48 @@ def draw_plans(candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> Pic
             "idle": shown["idle"],
         }
     )
-    left = {"align": "left", "baseline": "middle"}
+    panels = [_step_panel(table), _idle_panel(table), _memory_panel(shown, table["place"], modules, memory_gib)]
+    note = _note(candidates, shown)
+    return Picture(section="plan", finding=plans_finding(candidates, chosen), note=note, panels=panels, columns=3)
+
+
+def _step_panel(table: pl.DataFrame) -> Panel:
+    """A bar for each plan's step time, with the plan above it and what bounds it inside."""
     bold = {"fontWeight": {"expr": "datum.weight"}}
     words = [{"field": "label", "title": "plan"}, {"field": "said", "title": "step"}]
     axis = {"grid": False, "format": "~g"}
-    x = number("step_s", "predicted seconds", axis=axis, scale={"domain": [0, 1.02 * shown["step_s"].max()]})
+    x = number("step_s", "predicted seconds", axis=axis, scale={"domain": [0, 1.02 * table["step_s"].max()]})
     steps = {
         "data": rows(table),
         "encoding": {"y": names("place", axis=None), "tooltip": words},
         "layer": [
             layer("bar", look={"height": 14, "yOffset": 8}, x=x, color=as_given("colour")),
-            layer("text", look=left | bold | {"dy": -9}, x={"value": 0}, text="label"),
-            layer("text", look=left | bold | {"dy": 8.5, "color": "#ffffff"}, x={"value": 5}, text="said"),
+            layer("text", look=_LEFT | bold | {"dy": -9}, x={"value": 0}, text="label"),
+            layer("text", look=_LEFT | bold | {"dy": 8.5, "color": "#ffffff"}, x={"value": 5}, text="said"),
         ],
     }
-    scale = {"domain": [0, 1.3 * max(0.05, shown["idle"].max())]}
+    return Panel(title="Expected step time, and what bounds it", view=steps, height=_HEIGHT * len(table), share=2.4)
+
+
+def _idle_panel(table: pl.DataFrame) -> Panel:
+    """A bar for each plan's idle share."""
+    scale = {"domain": [0, 1.3 * max(0.05, table["idle"].max())]}
     x = number("idle", "idle share of rank time", axis={"format": ".0%", "grid": False}, scale=scale)
     idle = {
         "data": rows(table.select("place", "idle")),
         "encoding": {"y": names("place"), "x": x},
         "layer": [
             layer("bar", look={"height": 14}),
-            layer("text", look=left | {"dx": 4}, text=number("idle", format=".0%")),
+            layer("text", look=_LEFT | {"dx": 4}, text=number("idle", format=".0%")),
         ],
     }
+    return Panel(title="Idle", view=idle, height=_HEIGHT * len(table))
+
+
+def _memory_panel(shown: pl.DataFrame, places: pl.Series, modules: list[str], memory_gib: float) -> Panel:
+    """A mark for each module's peak memory on its fullest device, beside the memory of a device."""
     sizes = shown.select(pl.col(f"{module}_memory_bytes").alias(module) / 2**30 for module in modules)
-    held = sizes.with_columns(table["place"]).unpivot(index="place", variable_name="module", value_name="gib")
+    held = sizes.with_columns(places).unpivot(index="place", variable_name="module", value_name="gib")
     held = held.with_columns(
         size=pl.col("module").replace_strict({name: 40 + 90 * at for at, name in enumerate(modules)})
     )
@@ -87,14 +105,7 @@ def draw_plans(candidates: pl.DataFrame, chosen: Plan, memory_gib: float) -> Pic
             layer("point", look=ring, data=rows(held), x=x, y=y, color=colours, shape=shapes, size=size, tooltip=said),
         ]
     }
-    num_plans = len(shown)
-    panels = [
-        Panel(title="Expected step time, and what bounds it", view=steps, height=40 * num_plans, share=2.4),
-        Panel(title="Idle", view=idle, height=40 * num_plans),
-        Panel(title="Memory", view=memory, height=40 * num_plans),
-    ]
-    note = _note(candidates, shown)
-    return Picture(section="plan", finding=plans_finding(candidates, chosen), note=note, panels=panels, columns=3)
+    return Panel(title="Memory", view=memory, height=_HEIGHT * len(shown))
 
 
 def modules_of(candidates: pl.DataFrame) -> list[str]:
