@@ -2,11 +2,11 @@
 
 - `model_arithmetic`: do a plan's stages compute what transformers computes? (`dflop check-model`); `one_process` runs
   both
-- `plan_memory`: does a rank hold the bytes that were predicted? (`dflop check-plan`)
+- `of_plan`: does a rank hold the bytes that were predicted, and do all messages end? (`dflop check-plan`)
 - `emulation`: does a step take the time that was predicted, on a machine without the devices? (`dflop train --emulate`)
 - `side_by_side`: how long do the steps of other systems take on the same devices? (`dflop compare --measure`)
 - `machine`: what is this machine, and what does it lack? (`dflop doctor`)
 
-A new check is a file here, and a command in `cli/` that prints what it finds. Importing this package, `emulation`,
-`machine` or `side_by_side` does not import torch.
+A new check of a plan is one file in `of_plan`; one of another kind also needs a command in `cli/`. Importing this
+package, `emulation`, `machine` or `side_by_side` does not import torch.
 """

@@ -27,8 +27,7 @@ def check_plan_command(
 
     Memory is tracked on tensors without values. Messages are followed in a model of NCCL.
     """
-    from dflop.checks.plan_memory import MadeUpLoad, check_rank
-    from dflop.checks.plan_messages import messages_of
+    from dflop.checks.of_plan import MadeUpLoad, PlanToCheck, check_all
     from dflop.config import load_config
     from dflop.costs import CostModel
     from dflop.models import load_model_spec
@@ -42,22 +41,9 @@ def check_plan_command(
     check_plan(plan_path, plan, spec)
     cost_model = CostModel.load(costs)
     cost_model.require_made_for(spec, config)
-    checked = check_rank(
-        config, plan, cost_model, MadeUpLoad(num_pictures=pictures, picture_side=side, text_tokens=text_tokens), rank
-    )
-    held = " + ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in checked.nodes)
-    click.echo(f"{plan}\nrank {checked.rank}: {held}\n\n{'GiB':12}{'predicted':>12}{'tracked':>12}{'ratio':>9}")
-    rows = [*checked.predicted, "together"]
-    predicted, tracked = (sizes | {"together": sum(sizes.values())} for sizes in (checked.predicted, checked.tracked))
-    for row in rows:
-        ratio = f"{predicted[row] / tracked[row]:9.3f}" if tracked[row] else ""
-        click.echo(f"{row:12}{predicted[row] / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
-    click.echo(f"\n{messages_of(plan, config.model.trained, cost_model.communicator_bytes)}")
-    if config.layers_of_costs != "eager":
-        click.echo(
-            f"the costs are of {config.layers_of_costs} layers, and tracked were eager ones, which keep more; to hold "
-            "like against like, give costs made with `train.compile: off`"
-        )
+    load = MadeUpLoad(num_pictures=pictures, picture_side=side, text_tokens=text_tokens)
+    found = check_all(PlanToCheck(config=config, plan=plan, costs=cost_model, load=load, rank=rank))
+    click.echo(f"{plan}\n{found}")
 
 
 @click.command("check-model")

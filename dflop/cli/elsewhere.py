@@ -7,6 +7,7 @@ The folder holds what the workflow would make from them with analytic costs, so 
 import functools
 import hashlib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -65,21 +66,18 @@ _WRITTEN = {"out": "plan.yaml", "candidates": "candidates.parquet"}
 
 
 def emit_option(function: Callable) -> Callable:
-    """Add `--emit` to a command."""
-    return click.option(
-        "--emit", type=click.Choice(_FRAMEWORKS), help="Print the plan as flags of this framework, too."
-    )(function)
-
-
-# The keys of `planning.emit.FRAMEWORKS`, repeated so that `dflop --help` need not load that module.
-_FRAMEWORKS = ("megatron", "torchtitan")
+    """Add `--emit` to a command. Its choices are the names of files, so that `dflop --help` need not load these."""
+    names = [file.name for file in pkgutil.iter_modules([str(Path(__file__).parents[1] / "search" / "emitters")])]
+    return click.option("--emit", type=click.Choice(names), help="Print the plan as flags of this framework, too.")(
+        function
+    )
 
 
 def print_in_words_of(framework: str, plan: Any, spec: Any, global_batch_size: int) -> None:
-    """Print a plan as flags of a framework (`planning.emit`)."""
-    from dflop.search.emit import emit
+    """Print a plan as flags of a framework (`search.emit`)."""
+    from dflop.search.emit import FRAMEWORKS, emit
 
-    click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(framework, plan))
+    click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(FRAMEWORKS[framework], plan))
 
 
 def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:

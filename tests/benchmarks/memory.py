@@ -21,7 +21,8 @@ from pathlib import Path
 import polars as pl
 
 from dflop.base.devices import load_device
-from dflop.checks.plan_memory import CheckedRank, MadeUpLoad, check_rank
+from dflop.checks.of_plan import MadeUpLoad
+from dflop.checks.of_plan.memory import CheckedRank, check_rank
 from dflop.config import load_config
 from dflop.config.schema import Config
 from dflop.costs import CostModel

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from dflop.base import UserError
 from dflop.base.devices import load_device
-from dflop.checks.plan_memory import MadeUpLoad, check_rank
+from dflop.checks.of_plan import MadeUpLoad
+from dflop.checks.of_plan.memory import check_rank
 from dflop.cli import cli
 from dflop.config import Config, ModelConfig, load_config
 from dflop.costs import CostModel, fit_costs
@@ -255,5 +256,5 @@ def test_the_command_prints_a_line_for_each_category(costs_file, tmp_path):
     lines = result.output.splitlines()
     assert lines[1] == "rank 0: vision stage 0 replica 0 + llm stage 0 replica 0"
     assert [line.split()[0] for line in lines[4:-3]] == [*MEMORY_CATEGORIES, "together"]
-    assert lines[-2].endswith("messages of a step end, even if all streams of a GPU shared one queue")
-    assert lines[-1].startswith("the costs are of compiled layers, and tracked were eager ones, which keep more")
+    assert lines[-1].endswith("messages of a step end, even if all streams of a GPU shared one queue")
+    assert lines[-3].startswith("the costs are of compiled layers, and tracked were eager ones, which keep more")

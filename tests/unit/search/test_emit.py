@@ -62,7 +62,7 @@ def test_uneven_layers_become_module_names_for_torchtitan():
         ["layers.27", "norm", "lm_head"],
     ]
     assert "--parallelism.pipeline_parallel_layers_per_stage" not in emitted.flags
-    assert " layers.2 layers.3," in emitted.to_text("torchtitan", plan)  # an argument each
+    assert " layers.2 layers.3," in emitted.to_text(FRAMEWORKS["torchtitan"], plan)  # an argument each
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -114,7 +114,7 @@ def test_what_cannot_be_said_is_named(framework, plan):
 
 
 def test_the_text_is_a_shell_command_with_comments():
-    text = emit("megatron", SHARED, SPEC, 512).to_text("megatron", SHARED)
+    text = emit("megatron", SHARED, SPEC, 512).to_text(FRAMEWORKS["megatron"], SHARED)
     assert text.splitlines()[1] == "# as flags of Megatron-LM with Megatron Core 0.16:"
     for line in text.splitlines():
         assert re.match(r"# |--[\w-]+( [\w*|]+)?( \\)?$|$", line), line

@@ -1,6 +1,5 @@
-"""A schedule or a placement that the package does not know takes one new file, in a copy of the package, and no edit.
-
-By its name in the config it is then ordered, checked, simulated, searched for and scheduled with like any.
+"""A schedule, placement, framework, check or format that the package does not know takes one new file, in a copy of the
+package, and no edit. The commands then find it by its name.
 """
 
 import json
@@ -55,6 +54,30 @@ class Halved(Colocated):
 
 PLACEMENT = Halved()
 '''
+FRAMEWORK = """
+from dflop.search.emitted import Emitted, Framework
+
+
+def flags_of(plan, spec, micro_batch):
+    return Emitted(flags={"--stages": str(plan.grid("llm").pp)})
+
+
+FRAMEWORK = Framework("Made Up 1.0", flags_of)
+"""
+CHECK = """
+def check(asked):
+    return f"made up: {asked.plan.grid('llm').pp} stages, {asked.load.text_tokens} tokens"
+"""
+FORMAT = """
+from dflop.shapes.manifests.json_text import open_json as open_file
+"""
+NEW_FILES = {
+    "plan/schedules/eager.py": EAGER,
+    "plan/placements/halved.py": HALVED,
+    "search/emitters/made_up.py": FRAMEWORK,
+    "checks/of_plan/made_up.py": CHECK,
+    "shapes/manifests/formats/records.py": FORMAT,
+}
 # Two plans that differ in the schedule alone: equal computations, and transfers of half their length.
 COMPARE = """
 import numpy as np
@@ -81,8 +104,8 @@ print(step_s("eager"), step_s("1f1b"))
 def run_python(tmp_path):
     """Runs Python with a copy of the package that has the new files."""
     package = Path(shutil.copytree(Path(dflop.__file__).parent, tmp_path / "changed" / "dflop"))
-    (package / "plan" / "schedules" / "eager.py").write_text(EAGER, encoding="utf-8")
-    (package / "plan" / "placements" / "halved.py").write_text(HALVED, encoding="utf-8")
+    for name, text in NEW_FILES.items():
+        (package / name).write_text(text, encoding="utf-8")
 
     def run(*arguments: object) -> str:
         environment = os.environ | {"PYTHONPATH": str(package.parent), "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -117,7 +140,9 @@ def test_made_up_names_in_the_config_are_searched_for_and_scheduled_with(run_pyt
     fixed = {"plan.fixed": {"schedule": "eager", "placement": "halved", "llm": {"pp": 4}}}
     config = json.dumps(json.loads(config) | fixed)
     files[1] = config
-    run_python("-m", "dflop.cli", "plan", *files, "--out", run.paths["plan"], "--candidates", candidates)
+    out = ["--out", run.paths["plan"], "--candidates", candidates]
+    said = run_python("-m", "dflop.cli", "plan", *files, *out, "--emit", "made_up")
+    assert "# as flags of Made Up 1.0:\n--stages 4\n" in said
     chosen = yaml.safe_load(run.paths["plan"].read_text())["plan"]
     assert (chosen["schedule"], chosen["placement"]) == ("eager", "halved")
     assert (chosen["grids"]["vision"]["num_ranks"], chosen["grids"]["llm"]["num_ranks"]) == (2, 4)
@@ -125,3 +150,18 @@ def test_made_up_names_in_the_config_are_searched_for_and_scheduled_with(run_pyt
     run_python("-m", "dflop.cli", "schedule", *files, "--plan", run.paths["plan"], "--batches", 1, "--out", out)
     stages = pl.read_parquet(tmp_path / "schedule_stages.parquet")
     assert set(stages.filter(module="vision")["dp_rank"]) == {0, 1}
+    files = ["--config", config, "--costs", run.paths["costs"], "--plan", run.paths["plan"]]
+    said = run_python("-m", "dflop.cli", "check-plan", *files, "--text-tokens", 100, "--side", 56)
+    assert "\nmade up: 4 stages, 100 tokens\n\n" in said
+
+
+def test_a_made_up_format_is_read(run_python, tmp_path):
+    manifest = tmp_path / "train.records"
+    turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    manifest.write_text(json.dumps({"messages": turns}))
+    config = json.dumps({"data": {"sources": [{"path": str(manifest)}]}})
+    (shard,) = run_python("-m", "dflop.cli", "list-shards", "--config", config).splitlines()
+    out = tmp_path / "shard.parquet"
+    files = ["--config", config, "--shard", shard.split("\t")[0], "--out", out, "--workers", 1]
+    run_python("-m", "dflop.cli", "profile-shapes", *files)
+    assert pl.read_parquet(out)["modality"].to_list() == ["text"]

@@ -1,21 +1,21 @@
 """Whether all messages of a plan's step end on GPUs, and over how many communicators a rank sends them."""
 
-from dflop.plan import Plan
-from dflop.plan.trained import TrainedSet
+from dflop.checks.of_plan import PlanToCheck
 from dflop.step import check_program, make_program, num_communicators
 
-__all__ = ["messages_of"]
+__all__ = ["check"]
 
 # Messages that are followed one by one, in some ten seconds.
 _MOST_MESSAGES = 100_000
 
 
-def messages_of(plan: Plan, trained: TrainedSet, communicator_bytes: float) -> str:
+def check(asked: PlanToCheck) -> str:
     """A line on the plan's messages, which are followed in a model of NCCL (`step.streams`).
 
     Raises:
         ValueError: where a rank would wait for ever.
     """
+    plan, trained, communicator_bytes = asked.plan, asked.config.model.trained, asked.costs.communicator_bytes
     program, count = make_program(plan, trained, rank=0), num_communicators(plan)
     had = f"{count} communicators a rank"
     if communicator_bytes:  # costs of GPUs

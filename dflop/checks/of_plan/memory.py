@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dflop.base import UserError
+from dflop.checks.of_plan import MadeUpLoad, PlanToCheck
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.costs.live_bytes import LiveBytes
@@ -38,17 +39,7 @@ from dflop.train.rank_model import RankModel, build_rank_model
 from dflop.train.topology import Topology, place_in_world
 from dflop.train.undecodable import Undecodable
 
-__all__ = ["CheckedRank", "MadeUpLoad", "check_rank"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MadeUpLoad:
-    """A load of one sample for each microbatch and replica of the LLM: `num_pictures` square pictures of `picture_side`
-    pixels a side, and `text_tokens` tokens of text, all of which are learned."""
-
-    num_pictures: int
-    picture_side: int
-    text_tokens: int
+__all__ = ["CheckedRank", "check", "check_rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +51,23 @@ class CheckedRank:
     nodes: tuple[Node, ...]
     predicted: dict[str, float]
     tracked: dict[str, float]
+
+
+def check(asked: PlanToCheck) -> str:
+    """A rank's predicted and tracked GiB, a row for each category."""
+    checked = check_rank(asked.config, asked.plan, asked.costs, asked.load, asked.rank)
+    held = " + ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in checked.nodes)
+    lines = [f"rank {checked.rank}: {held}", "", f"{'GiB':12}{'predicted':>12}{'tracked':>12}{'ratio':>9}"]
+    predicted, tracked = (sizes | {"together": sum(sizes.values())} for sizes in (checked.predicted, checked.tracked))
+    for row, size in predicted.items():
+        ratio = f"{size / tracked[row]:9.3f}" if tracked[row] else ""
+        lines.append(f"{row:12}{size / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
+    if asked.config.layers_of_costs != "eager":
+        lines.append(
+            f"the costs are of {asked.config.layers_of_costs} layers, and tracked were eager ones, which keep more; to "
+            "hold like against like, give costs made with `train.compile: off`"
+        )
+    return "\n".join(lines)
 
 
 def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, rank: int | None) -> CheckedRank:

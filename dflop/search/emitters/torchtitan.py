@@ -1,0 +1,94 @@
+"""torchtitan's flags."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from dflop.models import ModelSpec
+from dflop.plan import Plan
+from dflop.search.emitted import Emitted, Framework, encoders_beside, joined, recomputed_otherwise
+
+__all__ = ["FRAMEWORK"]
+
+
+def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
+    llm = plan.grid("llm")
+    shards = llm.num_shards if llm.gathers else 1
+    emitted = Emitted(
+        flags={
+            "--parallelism.tensor_parallel_degree": str(llm.tp),
+            "--parallelism.pipeline_parallel_degree": str(llm.pp),
+            "--parallelism.data_parallel_shard_degree": str(shards),
+            "--parallelism.data_parallel_replicate_degree": str(llm.dp // shards),
+            "--training.global_batch_size": str(micro_batch * plan.num_buckets),
+        }
+    )
+    flags, beyond = emitted.flags, emitted.beyond
+    num_layers = spec.module("llm").num_layers
+    layers = [len(part) for part in plan.layers_of("llm", num_layers)]
+    if llm.pp == 1:
+        flags["--training.local_batch_size"] = str(micro_batch)
+    else:
+        flags["--training.local_batch_size"] = str(micro_batch * plan.num_microbatches)
+        flags["--parallelism.pipeline_parallel_microbatch_size"] = str(micro_batch)
+        known = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
+        if plan.schedule in known:
+            flags["--parallelism.pipeline_parallel_schedule"] = known[plan.schedule]
+        else:
+            beyond.append(f"schedule {plan.schedule}: torch.distributed.pipelining has none that is the same")
+        if len(set(layers)) == 1:
+            flags["--parallelism.pipeline_parallel_layers_per_stage"] = str(layers[0])
+            flags["--parallelism.pipeline_parallel_first_stage_less_layers"] = "0"
+            flags["--parallelism.pipeline_parallel_last_stage_less_layers"] = "0"
+        else:
+            flags["--parallelism.module_fqns_per_model_part"] = _modules(layers)
+            beyond.append(f"layers of each stage: {joined(layers)}; torchtitan 0.2 calls `lm_head` `output`")
+    if not llm.gathers and llm.dp > 1:
+        older = ", and torchtitan 0.2 demands it beside tensor or pipeline parallelism" if llm.tp * llm.pp > 1 else ""
+        beyond.append(
+            f"optimiser state shared among {llm.dp} replicas that keep whole parameters (ZeRO-1): replicas keep all of "
+            "it here, which takes more memory; `--parallelism.data_parallel_shard_degree` shares parameters as well"
+            + older
+        )
+    beyond += encoders_beside(plan, spec, "torchtitan's flags know one mesh, that of the LLM")
+    # A subcommand, which takes all that follows it as its own, stands last.
+    _recompute_in_flags(emitted, plan.recomputed_of("llm", num_layers), layers, llm.pp)
+    return emitted
+
+
+def _modules(layers: Sequence[int]) -> list[str]:
+    """The modules of each stage, by the names that torchtitan's LLMs have."""
+    numbers = iter(range(sum(layers)))
+    stages = [[f"layers.{number}" for number in islice(numbers, count)] for count in layers]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "lm_head"]
+    return [",".join(stage) for stage in stages]
+
+
+def _recompute_in_flags(emitted: Emitted, recomputed: Sequence[int], layers: Sequence[int], pp: int) -> None:
+    """Flags for recomputing all layers or none, and what release 0.2 says instead.
+
+    Release 0.2 can also recompute the last of every two, three, … layers: a process numbers the layers of all its
+    stages from 1 on, and recomputes those whose number is a multiple of `every`. Of its flags that recompute enough on
+    every rank, the ones that are named recompute least.
+    """
+    needed = [sum(recomputed[rank::pp]) for rank in range(pp)]
+    if not any(needed):
+        emitted.flags["activation-checkpoint:none"] = None
+        emitted.beyond.append("torchtitan 0.2 says `--activation_checkpoint.mode none` instead of the last flag")
+        return
+    held = [sum(layers[rank::pp]) for rank in range(pp)]
+    emitted.flags["activation-checkpoint:full"] = None
+    emitted.beyond += recomputed_otherwise("pipeline rank", needed, held)
+    every = min(num_layers // count for num_layers, count in zip(held, needed, strict=True) if count)
+    older = "`--activation_checkpoint.mode full`"
+    if every > 1:
+        counts = joined([num_layers // every for num_layers in held])
+        older = (
+            f"`--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option {every}`, which "
+            f"recomputes {counts} layers, the last of every {every} that a rank holds, where the plan recomputes the "
+            "first ones of each stage, which can take less memory,"
+        )
+    emitted.beyond.append(f"torchtitan 0.2 says {older} instead of the last flag")
+
+
+FRAMEWORK = Framework("torchtitan 0.3", _flags)
