@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -190,14 +191,14 @@ def _build_node(
     is_empty: bool,
     overlaps: bool,
 ) -> NodeModel:
-    """One node. The function is long, because most of its parts depend on whether replicas shard the parameters."""
+    """One node."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
     trained_parts = config.model.trained.parts(node.module)
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
     stage.train_parts(trained_parts)
     lr, weight_decay = config.train.of_module(node.module)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
-    common |= {"overlaps": overlaps}
+    common |= {"shards": stage.shards, "overlaps": overlaps}
     if not stage.is_trained:
         compute_in(stage, dtype)  # parameters that are never updated have no masters
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
@@ -205,24 +206,36 @@ def _build_node(
     if units:
         shared = SharedPasses(stage, units)
         stage.train_parts(trained_parts)  # again, since sharding has set it for whole units
-        parameters = stage.named_hf_parameters()
-        parameter_shards = ParameterShards(
-            list(parameters.values()),
-            topology.sharers[index],
-            topology.rank,
-            weight_decay=weight_decay,
-            counted_elsewhere=[parameters[name] for name in of_first],
-        )
-        return NodeModel(
-            **common,
-            optimizer=parameter_shards,
-            parameters=parameters,
-            shards=stage.shards,
-            shared=shared,
-            written_elsewhere=of_first,
-        )
+        return _with_shared_parameters(common, shared, topology, weight_decay, of_first)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
+    return _with_whole_parameters(common, embedding, topology, weight_decay, of_first)
+
+
+def _with_shared_parameters(
+    common: dict[str, Any], shared: SharedPasses, topology: Topology, weight_decay: float, of_first: Sequence[str]
+) -> NodeModel:
+    """A node whose replicas share its parameters."""
+    parameters = common["stage"].named_hf_parameters()
+    optimizer = ParameterShards(
+        list(parameters.values()),
+        topology.sharers[common["index"]],
+        topology.rank,
+        weight_decay=weight_decay,
+        counted_elsewhere=[parameters[name] for name in of_first],
+    )
+    return NodeModel(**common, optimizer=optimizer, parameters=parameters, shared=shared, written_elsewhere=of_first)
+
+
+def _with_whole_parameters(
+    common: dict[str, Any],
+    embedding: TiedEmbedding | None,
+    topology: Topology,
+    weight_decay: float,
+    of_first: Sequence[str],
+) -> NodeModel:
+    """A node whose replicas hold its whole parameters, and share the optimiser's state."""
+    stage, dtype = common["stage"], common["dtype"]
     parameters = stage.named_hf_parameters()
     copy = embedding.weight if embedding and embedding.is_copy else None
     layers = [stage.hf.get_submodule(name) for name in stage.layer_names]
@@ -230,7 +243,7 @@ def _build_node(
     outside = [parameter for parameter in parameters.values() if parameter not in inside]
     optimizer = ShardedAdamW(
         [parameter for parameter in parameters.values() if parameter is not copy],
-        topology.replicas[index],
+        topology.replicas[common["index"]],
         weight_decay=weight_decay,
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],
@@ -246,7 +259,6 @@ def _build_node(
         **common,
         optimizer=optimizer,
         parameters=parameters,
-        shards=stage.shards,
         tied=embedding,
         outside=outside,
         written_elsewhere={*of_first, *(name for name, parameter in parameters.items() if parameter is copy)},
