@@ -14,9 +14,12 @@ __all__ = ["device_name", "local_device"]
 def local_device(kind: str) -> torch.device:
     """The CPU, or this rank's own GPU, which becomes the current one; the rank then stays on the cores beside it.
 
+    From then on convolutions in fp32 compute in fp32, as products of matrices do; torch's default for them is TF32.
+
     Raises:
         UserError: on every rank of a node that has fewer GPUs than ranks.
     """
+    torch.backends.cudnn.allow_tf32 = False
     if kind == "cpu":
         return torch.device("cpu")
     num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])

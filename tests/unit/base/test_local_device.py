@@ -14,3 +14,9 @@ def test_a_node_with_fewer_gpus_than_ranks_is_refused_by_all_of_them_with_both_n
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"2 rank\(s\) of this node want a GPU each.* torch finds 1 GPU\(s\) here"):
         local_device("cuda")
+
+
+def test_convolutions_in_fp32_compute_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    local_device("cpu")
+    assert not torch.backends.cudnn.allow_tf32
