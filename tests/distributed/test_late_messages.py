@@ -1,9 +1,13 @@
 """Messages as NCCL has them: the host goes on before they have come, and only what reads their values waits.
 
-gloo's `wait` blocks the host, so a place that takes a message's wait for its arrival goes unnoticed on CPUs.
+gloo's `wait` blocks the host, so a place that takes a message's wait for its arrival goes unnoticed on CPUs. A rank may
+also ask which samples another could not decode before that one has decoded any. So here the word comes as late as it
+may: once a rank has asked for it.
 """
 
+import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +20,14 @@ from layout_plans import PLANS
 from layouts import check
 from processes import spawn
 from test_layouts import prepare  # noqa: F401  (a fixture)
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dflop.plan import Plan
+from dflop.step import Node
+from dflop.train import node_work
+from dflop.train.undecodable import Undecodable, _key
 
 pytestmark = pytest.mark.serial
 
@@ -76,6 +84,37 @@ class _Message:
         return False
 
 
+class _LateWords(Undecodable):
+    """A rank tells what it could not decode only when some rank has asked."""
+
+    def tell(self, batch, microbatch, encoder, samples):
+        late = Undecodable(self.store.clone(), self.longest_wait, self._told)
+
+        def tell() -> None:
+            late.store.wait([_asked(batch, microbatch, encoder)])
+            late.tell(batch, microbatch, encoder, samples)
+
+        threading.Thread(target=tell, daemon=True).start()
+
+    def of(self, batch, microbatch, encoders):
+        for encoder in encoders:
+            self.store.set(_asked(batch, microbatch, encoder), "")
+        return Undecodable.of(self, batch, microbatch, encoders)
+
+
+class _NobodyWaits(_LateWords):
+    """The defect: whoever asks takes what was told so far."""
+
+    def of(self, batch, microbatch, encoders):
+        told = [node for node in encoders if self.store.check([_key(batch, microbatch, node)])]
+        _LateWords.of(self, batch, microbatch, encoders)
+        return Undecodable.of(self, batch, microbatch, told) if told else set()
+
+
+def _asked(batch: str, microbatch: int, encoder: Node) -> str:
+    return f"asked/{_key(batch, microbatch, encoder)}"
+
+
 @contextmanager
 def _world(rank: int, folder: Path, name: str, variant: str) -> Iterator[Plan | None]:
     """In a case's process group: its plan. None on a rank that has no part in it."""
@@ -93,8 +132,9 @@ def _world(rank: int, folder: Path, name: str, variant: str) -> Iterator[Plan | 
     dist.destroy_process_group()
 
 
-def _run_late(rank: int, folder: Path) -> None:
-    for name, variant in CASES:
+def _run_late(rank: int, folder: Path, cases: list[tuple[str, str]], words: type[Undecodable]) -> None:
+    node_work.Undecodable = words
+    for name, variant in cases:
         with _world(rank, folder, name, variant) as plan:
             if plan:
                 late = Late()
@@ -105,4 +145,11 @@ def _run_late(rank: int, folder: Path) -> None:
 
 
 def test_layouts_have_the_gradients_of_one_process_where_only_reading_a_message_waits_for_it(prepare):  # noqa: F811
-    spawn(_run_late, (prepare(CASES),), nprocs=max(PLANS[name].world_size for name, _ in CASES))
+    num_ranks = max(PLANS[name].world_size for name, _ in CASES)
+    spawn(_run_late, (prepare(CASES), CASES, _LateWords), nprocs=num_ranks)
+
+
+def test_a_rank_that_does_not_wait_for_the_word_of_what_could_be_decoded_is_found(prepare):  # noqa: F811
+    name, variant = case = "disjoint 2+1", "damaged"
+    with pytest.raises(ProcessRaisedException, match=f"AssertionError: {re.escape(name)}, {variant}, step 0"):
+        spawn(_run_late, (prepare([case]), [case], _NobodyWaits), nprocs=PLANS[name].world_size)
