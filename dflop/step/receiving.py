@@ -1,10 +1,12 @@
-"""Where messages are received: fresh tensors on a CPU, slots of buffers that are used again on a GPU.
+"""Where messages are received, and when they begin: on a CPU in fresh tensors and at once, on a GPU in slots of buffers
+that are used again, and beside what is computed.
 
 On a GPU the memory of a fresh tensor is free only behind what the compute stream was given before, so a message into it
 would wait for that. A slot is free as soon as its last message was copied out. The host is ahead of the GPU: it begins
 to receive into slots long before a message is needed, and messages come in while the GPU computes. A copy out of a slot
 takes about a hundredth of the time of its message. A channel has a slot for each operation that is under way, and one
-more at most.
+more at most. What is sent waits for the computation that made it, and for no later one: features may be sent only when
+their receiver has come further, and their sender has computed other things since.
 """
 
 from collections import Counter, defaultdict, deque
@@ -20,14 +22,17 @@ __all__ = ["CudaStreams", "FreshTensors", "NoStreams", "Receiver", "Slots", "rec
 
 
 class Receiver(Protocol):
-    """Memory for the messages of a rank."""
+    """Memory for the messages of a rank, and what an operation waits for before it begins."""
 
     def buffers(self, channel: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """A buffer for each message that one operation of a channel receives."""
 
-    def issuing(self, *, has_sends: bool) -> AbstractContextManager[None]:
-        """A context in which to begin an operation: what is received into the last buffers does not wait for earlier
-        computations, unless something is sent as well."""
+    def made(self) -> torch.cuda.Event | None:
+        """The end of what was computed so far, for `issuing`: what was made may be sent behind it."""
+
+    def issuing(self, channel: int, sent: Sequence[torch.cuda.Event | None]) -> AbstractContextManager[None]:
+        """A context in which to begin an operation. It waits until all that it sends is made (`sent`), and the last
+        buffers, if they are of this operation, are free; for nothing else that is computed."""
 
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
         """The message that came into a buffer, once the compute stream waits for it. The buffer is used again."""
@@ -42,7 +47,10 @@ class FreshTensors:
     def buffers(self, channel: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         return [torch.empty(shape, **self._how) for shape in shapes]
 
-    def issuing(self, *, has_sends: bool) -> AbstractContextManager[None]:
+    def made(self) -> None:
+        return None
+
+    def issuing(self, channel: int, sent: Sequence[None]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -59,17 +67,17 @@ class _Slot:
 
 
 class Streams(Protocol):
-    """Where receives wait."""
+    """Where operations wait."""
 
     def computed(self) -> torch.cuda.Event | None:
         """The end of what the compute stream was given so far."""
 
-    def behind(self, event: torch.cuda.Event | None, channel: int) -> AbstractContextManager[None]:
-        """A context in which the channel's operations wait for this event, and for earlier ones of the channel."""
+    def behind(self, events: Sequence[torch.cuda.Event | None], channel: int) -> AbstractContextManager[None]:
+        """A context in which the channel's operations wait for these events, and for earlier ones of the channel."""
 
 
 class CudaStreams:
-    """Streams behind which messages are received, one a channel, and events of the compute stream."""
+    """Streams behind which messages begin, one a channel, and events of the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,10 +87,11 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
-    def behind(self, event: torch.cuda.Event, channel: int) -> Iterator[None]:
+    def behind(self, events: Sequence[torch.cuda.Event], channel: int) -> Iterator[None]:
         if channel not in self._of_channel:
             self._of_channel[channel] = torch.cuda.Stream(self._device)
-        self._of_channel[channel].wait_event(event)
+        for event in events:
+            self._of_channel[channel].wait_event(event)
         with torch.cuda.stream(self._of_channel[channel]):
             yield
 
@@ -93,7 +102,7 @@ class NoStreams:
     def computed(self) -> None:
         return None
 
-    def behind(self, event: None, channel: int) -> AbstractContextManager[None]:
+    def behind(self, events: Sequence[None], channel: int) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -106,12 +115,12 @@ class Slots:
         self._num_slots: Counter[int] = Counter()
         # By the buffer's identity: empty messages have no address of their own.
         self._slot_of: dict[int, tuple[int, _Slot]] = {}
-        self._last: tuple[int, _Slot] | None = None
+        self._last: _Slot | None = None
 
     def buffers(self, channel: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         sizes = [prod(shape) for shape in shapes]
         slot = self._slot(channel, sum(sizes))
-        slot.num_left, self._last = len(shapes), (channel, slot)
+        slot.num_left, self._last = len(shapes), slot
         parts = slot.memory[: sum(sizes)].split(sizes)
         found = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._slot_of |= {id(buffer): (channel, slot) for buffer in found}
@@ -128,11 +137,12 @@ class Slots:
             self._num_slots[channel] += 1
         return _Slot(torch.empty(size, **self._how), self._streams.computed())
 
-    def issuing(self, *, has_sends: bool) -> AbstractContextManager[None]:
-        if has_sends or self._last is None:
-            return nullcontext()
-        channel, slot = self._last
-        return self._streams.behind(slot.free_from, channel)
+    def made(self) -> torch.cuda.Event | None:
+        return self._streams.computed()
+
+    def issuing(self, channel: int, sent: Sequence[torch.cuda.Event | None]) -> AbstractContextManager[None]:
+        slot, self._last = self._last, None
+        return self._streams.behind([*sent, *([slot.free_from] if slot else [])], channel)
 
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
         channel, slot = self._slot_of.pop(id(buffer))

@@ -107,7 +107,7 @@ class _Step:
         if links.device.type == "cpu":
             waits.peers = []
         self._received: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
-        self._made: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
+        self._made: dict[tuple[bool, int, int], dict[int, _Made]] = {}
         self._arriving: dict[tuple[bool, int, int], dict[int, _UnderWay]] = {}
         self._sending: list[_UnderWay] = []
 
@@ -142,10 +142,10 @@ class _Step:
                 if end not in self._links.sends:
                     continue  # another rank of this worker sends it
                 made = self._made[item.op.is_forward, item.node, item.microbatch].pop(item.edge)
-                tensor = made.to(self._links.dtype).contiguous()
-                assert tuple(made.shape) == shape, f"edge {item.edge}: made {tuple(made.shape)}, scheduled {shape}"
+                made_shape = tuple(made.tensor.shape)
+                assert made_shape == shape, f"edge {item.edge}: made {made_shape}, scheduled {shape}"
                 for wire in self._links.sends[end]:
-                    by_channel[wire.channel].sends.append((tensor, wire))
+                    by_channel[wire.channel].sends.append((made, wire))
             else:
                 wire = self._links.receives[end]
                 by_channel[wire.channel].receives.append((item, shape, wire))
@@ -171,7 +171,7 @@ class _Step:
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
         """Hand over the tensors that other nodes of this rank take, and keep those that are sent until their send."""
-        forward = item.op is Op.FORWARD
+        forward, sent = item.op is Op.FORWARD, {}
         for number, tensor in made.items():
             if number in self._links.inner:
                 edge = self._links.edges[number]
@@ -179,7 +179,11 @@ class _Step:
                 as_sent = tensor.to(self._links.dtype) if (number, forward) in self._links.shared else tensor
                 self._received.setdefault(taker, {})[number] = as_sent
             if (number, forward) in self._links.sends:
-                self._made.setdefault((forward, item.node, item.microbatch), {})[number] = tensor
+                sent[number] = tensor.to(self._links.dtype).contiguous()
+        if sent:
+            at = self._links.receiver.made()
+            own = self._made.setdefault((forward, item.node, item.microbatch), {})
+            own |= {number: _Made(tensor, at) for number, tensor in sent.items()}
 
 
 _CARRY_OUT = {
@@ -191,22 +195,29 @@ _CARRY_OUT = {
 }
 
 
+class _Made(NamedTuple):
+    """A tensor that is to be sent, and on a GPU the event behind which it is there."""
+
+    tensor: torch.Tensor
+    at: torch.cuda.Event | None
+
+
 class _Exchange:
     """Sends and receives that are begun together, over one channel."""
 
     def __init__(self) -> None:
-        self.sends: list[tuple[torch.Tensor, Wire]] = []
+        self.sends: list[tuple[_Made, Wire]] = []
         self.receives: list[tuple[Instruction, tuple[int, ...], Wire]] = []
 
     def begin(
         self, channel: int, receiver: Receiver
     ) -> tuple[list["_UnderWay"], list[tuple[Instruction, "_UnderWay"]]]:
         """Begin all of it; returns the sends, and the receives with their instructions."""
-        operations = [dist.P2POp(dist.isend, tensor, wire.peer, wire.group) for tensor, wire in self.sends]
+        operations = [dist.P2POp(dist.isend, made.tensor, wire.peer, wire.group) for made, wire in self.sends]
         buffers = receiver.buffers(channel, [shape for _, shape, _ in self.receives]) if self.receives else []
         for buffer, (_, _, wire) in zip(buffers, self.receives, strict=True):
             operations.append(dist.P2POp(dist.irecv, buffer, wire.peer, wire.group))
-        with receiver.issuing(has_sends=bool(self.sends)):
+        with receiver.issuing(channel, [made.at for made, _ in self.sends]):
             works = dist.batch_isend_irecv(operations)
         under_way = [_UnderWay(operation.tensor, works, number) for number, operation in enumerate(operations)]
         arriving = under_way[len(self.sends) :]

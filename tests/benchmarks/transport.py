@@ -2,9 +2,10 @@
 
     python tests/benchmarks/transport.py --shapes FOLDER [--only llava_ov_7b]
 
-The simulator lets a message begin when it is made. On a GPU it begins when both ends have come to it: messages of one
-place in the total order and one channel are one operation, operations of a channel follow each other (`step.streams`),
-and receives begin ahead of need (`step.receiving`). Here a plan's batches are timed both ways, with the same seconds.
+The simulator lets a message begin when it is made. On a GPU it begins when all is made that its two ends send with it,
+and when both have ended what stood before it: messages of one place in the total order and one channel are one
+operation, operations of a channel follow each other (`step.streams`), and receives begin ahead of need
+(`step.receiving`). Here a plan's batches are timed both ways, with the same seconds.
 *Late* is as if a receive began only when all is computed that stands before it. Plans are the fastest with pipelines of
 each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32 A100s over PCIe with 3
 Gbit/s. FOLDER, the mix and the costs are `planner.py`'s.
@@ -27,7 +28,8 @@ from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.step import StageTimes, make_program
 from dflop.step.instructions import features_issued_at
 from dflop.step.routes import make_routes
-from dflop.step.simulation_kernel import BRIDGE_IN
+from dflop.step.simulation_kernel import BRIDGE_IN, SHARED
+from dflop.step.syncs import sync_parts
 
 CLUSTERS = (
     {"nodes": 8, "batch": 512, "device": "h100-80g", "intra_gbps": 3600, "inter_gbps": 400},
@@ -105,21 +107,29 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
         edges_of[1 - FORWARD][edge.target].append(number)
     clock_s, free_s, arrived_s = np.zeros(len(program.workers)), defaultdict(float), defaultdict(float)
     first_node, dp, num_parts = compiled.stages[:, 1], compiled.stages[:, 0], compiled.stages[:, -1]
+    gathered_s = sync_parts(compiled, times.sync_s, times.early_sync_s, times.late_sync_s).gathered_s
     order, waiting = compiled.order.tolist(), defaultdict(list)
     issued_at = features_issued_at(order, compiled.stages[:, BRIDGE_IN] > 0)
     for place, (which, stage, microbatch, part) in enumerate(order):
         share = dp[stage] // num_parts[stage]
         nodes = range(first_node[stage] + part * share, first_node[stage] + (part + 1) * share)
+        seconds_of = times.forward_s if which == FORWARD else times.backward_s
+        begins_s = []
         for node in nodes:
-            begin_s = max(arrived_s[which, node, microbatch], clock_s[carriers[node]].max())
-            seconds = (times.forward_s if which == FORWARD else times.backward_s)[node, microbatch]
-            clock_s[carriers[node]] = begin_s + seconds
-        for number in (number for node in nodes for number in edges_of[which][node]):
-            held_until = issued_at.get(microbatch, place)
-            is_held = which == FORWARD and program.edges[number].is_bridge
-            waiting[max(place, held_until) if is_held else place].append((number, which, microbatch))
-        messages, ended_s = [], defaultdict(float)
-        for number, way, of_microbatch in waiting.pop(place, []):
+            begins_s.append(max(arrived_s[which, node, microbatch], clock_s[carriers[node]].max()))
+            if which == FORWARD and microbatch == 0 and len(gathered_s):
+                begins_s[-1] = max(begins_s[-1], gathered_s[node] - seconds_of[node, 0])
+        for index, node in enumerate(nodes):  # replicas that share parameters begin and end together
+            shared = compiled.stages[stage, SHARED]
+            together = slice(index // shared * shared, (index // shared + 1) * shared)
+            longest_s = seconds_of[nodes[together], microbatch].max()
+            clock_s[carriers[node]] = max(begins_s[together]) + longest_s
+            for number in edges_of[which][node]:
+                is_held = which == FORWARD and program.edges[number].is_bridge
+                issued = max(place, issued_at.get(microbatch, place)) if is_held else place
+                waiting[issued].append((number, which, microbatch, clock_s[carriers[node]].max()))
+        messages, ready_s, ended_s = [], defaultdict(float), defaultdict(float)
+        for number, way, of_microbatch, made_s in waiting.pop(place, []):
             edge, is_forward = program.edges[number], way == FORWARD
             seconds = times.chain_s[edge.source, of_microbatch]
             if edge.is_bridge:
@@ -128,15 +138,17 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
                     continue
             channel, taker = edge.channel(is_forward), edge.target if is_forward else edge.source
             for ends in routes.of(number, is_forward):
-                begin_s = max(clock_s[ends.sender], *(free_s[worker, channel] for worker in ends))
-                if late:
-                    begin_s = max(begin_s, clock_s[ends.receiver])
-                messages.append((ends.receiver, channel, (way, taker, of_microbatch)))
-                for worker in ends:
-                    ended_s[worker, channel] = max(ended_s[worker, channel], begin_s + seconds)
+                ready_s[ends.sender, channel] = max(ready_s[ends.sender, channel], made_s)
+                messages.append((ends, channel, seconds, (way, taker, of_microbatch)))
+        for ends, channel, seconds, _ in messages:
+            begin_s = max(max(ready_s[worker, channel], free_s[worker, channel]) for worker in ends)
+            if late:
+                begin_s = max(begin_s, clock_s[ends.receiver])
+            for worker in ends:
+                ended_s[worker, channel] = max(ended_s[worker, channel], begin_s + seconds)
         free_s |= ended_s
-        for receiver, channel, key in messages:
-            arrived_s[key] = max(arrived_s[key], ended_s[receiver, channel])
+        for ends, channel, _, key in messages:
+            arrived_s[key] = max(arrived_s[key], ended_s[ends.receiver, channel])
     return float(clock_s.max())
 
 

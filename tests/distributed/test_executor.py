@@ -5,7 +5,6 @@ an interleaved LLM's chunks; and backwards are split where the schedule splits t
 """
 
 import dataclasses
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from processes import spawn
 from dflop.plan import Grid, Plan
 from dflop.plan.trained import TrainedSet
 from dflop.step import Node, Program, check_program, make_program
-from dflop.step.receiving import Receiver, Slots
+from dflop.step.receiving import NoStreams, Receiver, Slots
 from dflop.step.run import run_instructions
 from dflop.train.first_messages import meet_peers
 from dflop.train.topology import place_in_world
@@ -216,16 +215,6 @@ def _run_plans(rank: int, world_size: int, store: str) -> None:
     if world_size == FROZEN[0].world_size:
         _run(*FROZEN)
     dist.destroy_process_group()
-
-
-class NoStreams:
-    """A CPU computes what it is told at once."""
-
-    def computed(self) -> None:
-        """The end of what was computed so far, which is now."""
-
-    def behind(self, event: None, channel: int):
-        return nullcontext()
 
 
 def _run(plan: Plan, frozen: tuple[str, ...] = (), receiver: Receiver | None = None) -> None:

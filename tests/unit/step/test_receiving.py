@@ -3,8 +3,13 @@
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dflop.step import Instruction, Op
 from dflop.step.receiving import Slots
+from dflop.step.routes import Edge
+from dflop.step.run import Links, Wire, run_instructions
 
 
 class RecordedStreams:
@@ -17,16 +22,16 @@ class RecordedStreams:
         return self.num_computed
 
     @contextmanager
-    def behind(self, event, channel):
-        self.waited_for.append(event)
+    def behind(self, events, channel):
+        self.waited_for.append(events)
         self.channels.append(channel)
         yield
 
 
-def receive(slots: Slots, value: float, *shapes: tuple[int, ...], has_sends: bool = False) -> list[torch.Tensor]:
+def receive(slots: Slots, value: float, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     """Begin to receive messages that come at once."""
     buffers = slots.buffers(0, shapes)
-    with slots.issuing(has_sends=has_sends):
+    with slots.issuing(0, []):
         for buffer in buffers:
             buffer.fill_(value)
     return buffers
@@ -55,14 +60,14 @@ def test_memory_is_used_again_and_a_receive_waits_for_the_copy_out_of_it_alone()
         streams.num_computed += 10  # what the compute stream is given while the message comes
         slots.take(buffer)
     assert len(set(addresses)) == 2
-    assert streams.waited_for == [0, 10, 10, 20, 30, 40]
+    assert streams.waited_for == [[0], [10], [10], [20], [30], [40]]
 
 
 def test_a_channel_waits_for_its_own_slots_alone():
     slots, streams = make()
     for channel in (3, 5, 3):
         (buffer,) = slots.buffers(channel, [(1, 2)])
-        with slots.issuing(has_sends=False):
+        with slots.issuing(channel, []):
             slots.take(buffer)
     assert streams.channels == [3, 5, 3]
 
@@ -80,7 +85,54 @@ def test_empty_messages_are_told_apart():
     assert [slots.take(buffer).shape for buffer in buffers] == [(0, 2), (1, 2), (0, 2), (0, 2), (2, 2), (0, 2)]
 
 
-def test_an_operation_that_also_sends_waits_for_the_computation_that_made_what_is_sent():
+def test_an_operation_waits_for_what_made_its_messages_and_for_its_slot_and_nothing_later():
     slots, streams = make()
-    receive(slots, 1.0, (2, 2), has_sends=True)
-    assert streams.waited_for == []
+    made = []
+    for _ in range(2):
+        streams.num_computed += 1
+        made.append(slots.made())
+    streams.num_computed += 10  # what the sender computes until its receiver has come as far
+    slots.buffers(0, [(2, 2)])
+    streams.num_computed += 1
+    for sent in (made, made[:1]):  # the second operation receives nothing
+        with slots.issuing(0, sent):
+            pass
+    assert streams.waited_for == [[1, 2, 12], [1]]
+
+
+class Encoder:
+    """Features of two values, with each forward an event."""
+
+    def __init__(self, streams: RecordedStreams) -> None:
+        self.streams = streams
+
+    def edge_shape(self, microbatch, edge):
+        return (2,)
+
+    def prepare(self, microbatch): ...
+
+    def forward(self, microbatch, received):
+        self.streams.num_computed += 1
+        return {0: torch.zeros(2)}
+
+
+def test_features_that_are_sent_later_do_not_wait_for_what_their_sender_has_computed_since():
+    slots, streams = make()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        links = Links(
+            edges=(Edge(0, 1, 0),),
+            sends={(0, True): (Wire(1, 0, dist.group.WORLD),)},
+            receives={},
+            inner=(),
+            shared=(),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            receiver=slots,
+        )
+        forwards = [Instruction(Op.FORWARD, 0, microbatch, place=microbatch) for microbatch in range(3)]
+        sends = [Instruction(Op.SEND_FORWARD, 0, microbatch, 0, place) for microbatch, place in ((0, 2), (1, 3))]
+        run_instructions([*forwards, *sends], {0: Encoder(streams)}, links)
+    finally:
+        dist.destroy_process_group()
+    assert streams.waited_for == [[1], [2]]
