@@ -16,6 +16,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from dflop.base.torchrun import threads_per_rank
@@ -44,8 +45,9 @@ def spawn(function: Callable[..., None], args: tuple = (), *, nprocs: int) -> No
             process.kill()
 
 
-def run_command(arguments: list[str], log: Path) -> int:
-    """Run `dflop` with these arguments, which ends by itself; returns its exit code. What it prints goes to `log`."""
+def run_command(arguments: list[str], log: Path, before: Callable[[int], object] | None = None) -> int:
+    """Run `dflop` with these arguments, which ends by itself; returns its exit code. What it prints goes to `log`.
+    If `before` is given, each rank first calls `before(rank)`."""
     log.parent.mkdir(exist_ok=True)
     log.write_bytes(b"")
     ours, theirs = _CONTEXT.Pipe()
@@ -54,7 +56,7 @@ def run_command(arguments: list[str], log: Path) -> int:
     theirs.close()
     try:
         with contextlib.suppress(EOFError):  # a command that starts no ranks
-            ours.send(_run_ranks(*ours.recv(), log))
+            ours.send(_run_ranks(*ours.recv(), log, before))
         command.join()
         return command.exitcode
     finally:
@@ -77,12 +79,16 @@ def _command(arguments: list[str], ranks: connection.Connection, log: Path) -> N
     main()
 
 
-def _run_ranks(module: str, request: dict, world: Mapping[str, int], log: Path) -> int:
+def _run_ranks(
+    module: str, request: dict, world: Mapping[str, int], log: Path, before: Callable[[int], object] | None
+) -> int:
     """Run the ranks to their end; returns the exit code of the first that fails, which ends the others."""
     with tempfile.TemporaryDirectory() as folder:
         world = {**world, "MASTER_ADDR": folder}
         ranks = [
-            _CONTEXT.Process(target=_run_rank, args=(module, request, {**world, "RANK": rank, "LOCAL_RANK": rank}, log))
+            _CONTEXT.Process(
+                target=_run_rank, args=(module, request, {**world, "RANK": rank, "LOCAL_RANK": rank}, log, before)
+            )
             for rank in range(world["WORLD_SIZE"])
         ]
         for rank in ranks:
@@ -99,11 +105,32 @@ def _run_ranks(module: str, request: dict, world: Mapping[str, int], log: Path) 
                 rank.join()
 
 
-def _run_rank(module: str, request: dict, world: Mapping[str, object], log: Path) -> None:
+def _run_rank(
+    module: str, request: dict, world: Mapping[str, object], log: Path, before: Callable[[int], object] | None
+) -> None:
     print_to(log)
     os.environ |= {name: str(value) for name, value in world.items()} | {"TOKENIZERS_PARALLELISM": "false"}
     sys.argv = [module, json.dumps(request)]
-    sys.exit(import_module(module).main())
+    main = import_module(module).main
+    dist.batch_isend_irecv = _refusing_strangers(dist.batch_isend_irecv)
+    if before:
+        before(int(world["RANK"]))
+    sys.exit(main())
+
+
+def _refusing_strangers(exchange: Callable[[list[dist.P2POp]], list[dist.Work]]) -> Callable:
+    """The exchange of messages, where the first one in each direction between two ranks must be a single value."""
+    met = set()
+
+    def refusing(operations: list[dist.P2POp]) -> list[dist.Work]:
+        for operation in operations:
+            way = operation.op, operation.peer, operation.group
+            is_first = way not in met
+            assert not is_first or operation.tensor.numel() == 1, f"a step begins with a stranger: {way}"
+            met.add(way)
+        return exchange(operations)
+
+    return refusing
 
 
 def print_to(log: Path) -> None:

@@ -21,6 +21,7 @@ from dflop.schedule import StepSchedule
 from dflop.step import Op, StepInstructions, make_program
 from dflop.step.run import Waits, run_instructions
 from dflop.train.feed import ScheduleFeed, SchedulePublisher
+from dflop.train.first_messages import meet_peers
 from dflop.train.observations import NUM_WARMUP_STEPS, Observations
 from dflop.train.peers import PeerWatch, longest_wait_s
 from dflop.train.rank_clock import RankClock
@@ -89,6 +90,7 @@ class EmulatedRank:
         self.longest_step_s = 0.0
         self.feed.get(0)  # waiting for the first schedule is part of starting up
         dist.barrier()
+        meet_peers(self.topology.links)
         self.feed.waited_s.clear()
 
     def run(self) -> None:

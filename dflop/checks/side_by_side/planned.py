@@ -15,6 +15,7 @@ from dflop.step import StepInstructions, make_program
 from dflop.step.run import run_instructions
 from dflop.train.data_loader import start_loading
 from dflop.train.feed import JobStream
+from dflop.train.first_messages import meet_peers
 from dflop.train.node_work import make_works
 from dflop.train.rank_model import build_rank_model, forwards_that_read
 from dflop.train.topology import place_in_world
@@ -45,6 +46,7 @@ def planned_side(
     is_preloaded = config.train.loader_workers == 0
     inputs = iter(lambda: given.pop(0), None) if is_preloaded else loader
     works = make_works(config, plan, model, program, inputs, topology.store)
+    meet_peers(topology.links)
 
     def load(step: int) -> int:
         if is_preloaded:
