@@ -1,5 +1,6 @@
 """A rank that hangs ends the job soon, by name, wherever the others wait for it."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import print_to
+from processes import print_to, run_command
+from training_runs import plan_file
 
+from dflop.train import trainer
 from dflop.train.peers import PeerWatch, longest_wait_s
 
 pytestmark = pytest.mark.serial
@@ -80,6 +83,24 @@ def test_a_rank_that_lives_but_waits_for_nobody_is_named(tmp_path):
 def test_what_may_take_longer_does_as_long_as_all_give_signs_of_life(slow, tmp_path):
     assert _exit_codes(slow, tmp_path / "log") == [0, 0, 0]
     assert "has not ended" not in (tmp_path / "log").read_text()
+
+
+def _hang_at_start(rank: int) -> None:
+    trainer._STARTING_S = 2 * _TIMEOUT_S
+    if rank == 1:
+        trainer.build_rank_model = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_hangs_while_it_builds_the_model_is_named(run, tmp_path):
+    folder, config = run
+    config = config | {"train": config["train"] | {"peer_timeout_s": 2 * _TIMEOUT_S}}
+    arguments = ["train", "--config", json.dumps(config), "--shapes", str(folder / "shapes.duckdb")]
+    arguments += ["--plan", str(plan_file(folder)), "--costs", str(folder / "costs.duckdb")]
+    log = tmp_path / "log"
+    assert run_command([*arguments, "--out", str(tmp_path / "out")], log, _hang_at_start) != 0
+    (said,) = [line for line in log.read_text().splitlines() if "no sign of life" in line]
+    assert re.search(r"dflop: starting has not ended for \d+ s .*: rank 1 \(", said)
+    assert "rank 0" not in said
 
 
 def test_a_step_may_take_the_time_out_or_a_few_times_what_is_known_of_it():
