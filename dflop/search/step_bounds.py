@@ -175,21 +175,23 @@ def _llm_bounds(
     bound_s, shared_s = np.zeros((len(keys), 1)), np.zeros((len(keys), 1))
     num_layers = spec.module("llm").num_layers
     everywhere = [name for name, placement in PLACEMENTS.items() if placement.uses_all_ranks]
-    for sizes, own in keys.group_by(LayoutKey.columns("llm_")):
+    for sizes, of_layout in keys.group_by(LayoutKey.columns("llm_")):
         layout = LayoutKey(*sizes)
         least_forward_s, least_backward_s = costs.part_times("llm", layout, least, PARTS)
         whole = StageKind.whole("llm", layout, num_layers)
         chain_s = np.mean([_chain_s(costs, whole, loads) for loads in texts])
-        buckets, inverse = np.unique((own["llm_dp"] * own["num_microbatches"]).to_numpy(), return_inverse=True)
+        buckets, inverse = np.unique(
+            (of_layout["llm_dp"] * of_layout["num_microbatches"]).to_numpy(), return_inverse=True
+        )
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
         forward_s, backward_s = costs.part_times("llm", layout, mean, PARTS)
         part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
         total_s = lru_cache(partial(StageKind.total, of_part=part_s))  # few kinds make up all stages
-        own = own.with_columns(bucket=inverse).with_row_index("at")
+        of_layout = of_layout.with_columns(bucket=inverse).with_row_index("at")
         columns = ("place", "bucket", "llm_dp", "num_microbatches", "llm_shards")
-        values = [own[column].to_numpy() for column in columns]
-        uses_all = np.isin(own["placement"].cast(pl.String).to_numpy(), everywhere)
-        alike = own.group_by("llm_pp", "num_chunks", "balanced", "llm_sharding").agg("at")
+        values = [of_layout[column].to_numpy() for column in columns]
+        uses_all = np.isin(of_layout["placement"].cast(pl.String).to_numpy(), everywhere)
+        alike = of_layout.group_by("llm_pp", "num_chunks", "balanced", "llm_sharding").agg("at")
         for pp, num_chunks, balanced, sharding, rows in alike.iter_rows():
             num_stages = pp * num_chunks
             layers = splits[layout, pp] if balanced else even_layers(num_layers, num_stages)
@@ -202,7 +204,7 @@ def _llm_bounds(
                 chunks = kinds[stage::pp]
                 if SHARDINGS[sharding].gathers:
                     passes = zip(links.passes("llm", layout, shards), (forward_s, backward_s), strict=True)
-                    busy_s = count * sum(own.seconds({part: s[at] for part, s in of.items()}) for own, of in passes)
+                    busy_s = count * sum(one.seconds({part: s[at] for part, s in of.items()}) for one, of in passes)
                 else:
                     busy_s = count * sum(map(total_s, chunks))[at]
                 # What is left of the sync when what may hide is hidden.
@@ -250,10 +252,12 @@ def _encoder_bounds(
                 [np.maximum(total.num_items / dp - largest.num_items, 0.0), *(0.0 * dp * load for load in total[1:])],
             )
         )
-        for (pp,), group in own.with_row_index("at").group_by(f"{name}_pp"):
+        for (pp,), group in rows.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
-            encoder_s, own_least_s = ({part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s))
-            shards = own[f"{name}_shards"].to_numpy()[at]
+            encoder_s, own_least_s = (
+                {part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s)
+            )
+            shards = rows[f"{name}_shards"].to_numpy()[at]
             latency_s, byte_s = links.sync(dp[at, 0], layout, shards)
             layers = even_layers(encoder.num_layers, pp)
             for kind in stage_kinds(name, layout, layers, layers if recomputes else (), trained):
