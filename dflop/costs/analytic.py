@@ -5,9 +5,12 @@ The pieces of a module that measuring times are run on fake tensors (`counted.py
 does, so that `fit_costs` and everything after it treat both alike.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
+from typing import Protocol, Self
 
 import numpy as np
 import polars as pl
@@ -32,7 +35,7 @@ _PIECES = (
     ("last", 0, False),
 )
 # The loads of the points, and those between which counts are interpolated, as they are all but linear. A head is run
-# for every point: what it holds depends on how many chunks of logits it computes.
+# for every point, with at most four chunks of targets.
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2000)
 _COUNTED_ITEMS = (1, 5, 40, 200)
 # For an encoder whose items attend to each other in runs: numbers of items, and numbers of items in a run.
@@ -88,10 +91,15 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
     frame = pl.DataFrame(points, schema=dict.fromkeys(FEATURES, pl.Int64))
     run, frames = cache(stage.run), []
     for piece, depth, checkpointing in _PIECES:
-        is_head = piece == "last" and stage.module == "llm"
-        counted_at = points if is_head else [{stage.main_load: load, "num_targets": 1} for load in counted_loads]
-        runs = [run(_point(piece, depth, checkpointing, **loads)) for loads in counted_at]
-        counts = _Counts(stage, runs, frame, None if is_head else np.array(counted_loads, dtype=float))
+
+        def run_at(loads: dict[str, int], of: tuple = (piece, depth, checkpointing)) -> CountedRun:
+            return run(_point(*of, **loads))
+
+        if piece == "last" and stage.module == "llm":
+            counts: _Counts = _HeadCounts.of(points, run_at, stage.targets_at_once)
+        else:
+            runs = [run_at({stage.main_load: load, "num_targets": 1}) for load in counted_loads]
+            counts = _InterpolatedCounts(runs, stage, frame, np.array(counted_loads, dtype=float))
         # When the first part has its backward, what the layers kept is free. That is taken to be more than it needs.
         peak = "saved_bytes" if piece == "first" else "peak_bytes"
         for direction in ("forward", "backward"):
@@ -142,21 +150,23 @@ def _point(piece: str, depth: int, checkpointing: bool, **loads: int) -> Point:
     return Point(piece, depth, checkpointing, segments=(loads["num_tokens"],), num_targets=loads["num_targets"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Counts of a piece: `runs` at the main loads `counted_at`, and by interpolation at all points of `frame`. If
-    `counted_at` is None, there is a run for each point."""
-
-    stage: CountedStage
-    runs: list[CountedRun]
-    frame: pl.DataFrame
-    counted_at: np.ndarray | None
-
+class _Counts(Protocol):
     def at_points(self, name: str) -> np.ndarray:
         """The count `name` of runs, such as `forward.product_flops`, at each point."""
-        counts = np.array([attrgetter(name)(run) for run in self.runs], dtype=float)
-        if self.counted_at is None:
-            return counts
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InterpolatedCounts:
+    """Counts of a piece: of `runs` at the main loads `counted_at`, and by interpolation at all points of `frame`."""
+
+    runs: list[CountedRun]
+    stage: CountedStage
+    frame: pl.DataFrame
+    counted_at: np.ndarray
+
+    def at_points(self, name: str) -> np.ndarray:
+        counts = _counts_of(self.runs, name)
         is_squared = self.stage.is_packed and name.endswith("attention_flops")
         if is_squared:  # a run has one segment
             counts = counts / self.counted_at**2
@@ -174,6 +184,44 @@ class _Counts:
         """The sum of squared lengths of what attends to itself."""
         has_squares = self.stage.module == "llm" or self.stage.has_runs
         return self.frame["sum_sq_tokens"].to_numpy().astype(float) if has_squares else self._loads
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadCounts:
+    """Counts of an LLM's head. It takes its targets in chunks, and all chunks after the third add the same counts and
+    add as much to each of the run's `peaks`.
+
+    Each point has a run with at most three chunks, `runs`, one with a chunk more, `longer`, and `num_left_out` chunks.
+    """
+
+    runs: list[CountedRun]
+    longer: list[CountedRun]
+    num_left_out: np.ndarray
+
+    @classmethod
+    def of(cls, points: list[dict[str, int]], run_at: Callable[..., CountedRun], targets_at_once: float) -> Self:
+        num_left_out = [max(0, math.ceil(loads["num_targets"] / targets_at_once) - 3) for loads in points]
+        runs, longer = [], []
+        for loads, num_chunks in zip(points, num_left_out, strict=True):
+            if not num_chunks:
+                runs.append(run_at(loads))
+                longer.append(runs[-1])
+                continue
+            num_targets = loads["num_targets"] - num_chunks * targets_at_once
+            runs.append(run_at(loads | {"num_targets": num_targets}))
+            longer.append(run_at(loads | {"num_targets": num_targets + targets_at_once}))
+        return cls(runs, longer, np.array(num_left_out))
+
+    def at_points(self, name: str) -> np.ndarray:
+        if name == "peak_bytes":
+            return self.at_points("peaks").max(axis=0)
+        counts = _counts_of(self.runs, name).T
+        return counts + self.num_left_out * (_counts_of(self.longer, name).T - counts)
+
+
+def _counts_of(runs: list[CountedRun], name: str) -> np.ndarray:
+    """The count of each run, [num_runs], or its `peaks`, [num_runs, num_peaks]."""
+    return np.array([attrgetter(name)(run) for run in runs], dtype=float)
 
 
 def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: DeviceModel) -> np.ndarray:

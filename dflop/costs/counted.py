@@ -32,13 +32,17 @@ __all__ = ["CountedRun", "CountedStage", "counting"]
 
 @dataclass(frozen=True, slots=True)
 class CountedRun:
-    """Work of forward and of backward, bytes kept between the two, and the most bytes at any time, parameters and their
-    gradients left out."""
+    """Work of forward and of backward, bytes kept between the two, and the most bytes at any time (`Meter.peaks`),
+    parameters and their gradients left out."""
 
     forward: Work
     backward: Work
     saved_bytes: int
-    peak_bytes: int
+    peaks: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks)
 
 
 @contextmanager
@@ -116,13 +120,18 @@ class CountedStage:
             saved_bytes = meter.now - sum(gradient.nbytes for gradient in gradients)
             if edges:
                 torch.autograd.backward(edges, gradients)
-            return CountedRun(forward, meter.work, saved_bytes, meter.peak)
+            return CountedRun(forward, meter.work, saved_bytes, meter.peaks)
 
     def _receive(self, leaf: torch.Tensor) -> torch.Tensor:
         """The leaf as a tensor that is freed where nothing keeps it, as what another stage sent would be."""
         received = leaf.clone()
         self._meter.work = Work()
         return received
+
+    @property
+    def targets_at_once(self) -> float:
+        """For how many targets an LLM's head holds logits at a time."""
+        return self.stage.hf.lm_head.num_at_once
 
     def parameter_sizes(self) -> pl.DataFrame:
         """As `Bench.parameter_sizes`."""

@@ -57,12 +57,24 @@ class Meter(LiveBytes):
         super().__init__()
         self.work = Work()
         self._is_inside = False
+        self._peak_of_each: list[int] = []
+        self._products: list[int] = []
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes at each operation before the first matrix product, from there to the last one, and at each
+        operation after it."""
+        of_each, products = self._peak_of_each, self._products or [0]
+        first, last = products[0], products[-1]
+        return *of_each[:first], max(of_each[first : last + 1], default=0), *of_each[last + 1 :], self.peak
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self._is_inside:
             return function(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self._count(function, args, kwargs or {}, result)
+        self._peak_of_each.append(self.peak)
+        self.peak = self.now
         return result
 
     def one_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -95,6 +107,7 @@ class Meter(LiveBytes):
             work.product_flops += flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
             matrix = args[2] if name == "addmm" else args[1]
             work.matrices[_key(matrix)] = matrix.numel() if name != "bmm" else 0
+            self._products.append(len(self._peak_of_each))
             self._count_moved(inputs, outputs, product=True)
         elif name in _FREE or not outputs or (not is_changed and {_key(tensor) for tensor in outputs} <= _keys(inputs)):
             return

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import re
 from functools import cache
 
@@ -16,13 +17,14 @@ from dflop.base.devices import load_device
 from dflop.cli import cli
 from dflop.config import ModelConfig, load_config
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
-from dflop.costs.analytic import IMPLEMENTATIONS, AnalyticPoints, analytic_points
+from dflop.costs.analytic import IMPLEMENTATIONS, AnalyticPoints, analytic_points, points_of_stage
 from dflop.costs.counted import CountedStage, counting
 from dflop.costs.design import Point
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measure import Bench
 from dflop.models import load_model_spec
 from dflop.models.loads import FEATURES
+from dflop.models.stages import LlmStage
 from dflop.plan.layout_key import LayoutKey
 from dflop.store import write_costs
 
@@ -71,6 +73,19 @@ def test_the_command_makes_costs_of_layers_as_training_makes_them(tmp_path):
         CliRunner().invoke(cli, command, catch_exceptions=False)
         points = points_of(load_config().model.preset, "llm", 1, expected).measurements
         assert pl.read_parquet(out, columns=points.columns).equals(points)
+
+
+def test_chunks_of_targets_that_are_not_run_count_as_if_they_were(tiny_spec, monkeypatch):
+    def points(targets_at_once: float) -> pl.DataFrame:
+        monkeypatch.setattr(CountedStage, "targets_at_once", targets_at_once)
+        return points_of_stage(stage, load_device("h100-80g")).measurements
+
+    def take_few(stage: LlmStage) -> None:
+        stage.hf.lm_head.num_at_once = 4096
+
+    with counting(1) as ranks:
+        stage = CountedStage(tiny_spec, "llm", 2, ranks, change=take_few)
+        assert points(4096).equals(points(math.inf))
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
