@@ -9,12 +9,21 @@ of JSON or a few rows in memory. The readers themselves are in `json_text`, `tab
 import json
 from collections.abc import Iterator
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dflop.base import UserError
 from dflop.shapes.records import RecordError
 
-__all__ = ["CUT_OFF", "DIGEST_BYTES", "MAX_RECORD_BYTES", "EntryReader", "RecordSpan", "UnreadableFile", "digest_of"]
+__all__ = [
+    "CUT_OFF",
+    "DIGEST_BYTES",
+    "MAX_RECORD_BYTES",
+    "EntryReader",
+    "RecordSpan",
+    "UnreadableFile",
+    "sizes_and_digest",
+]
 
 DIGEST_BYTES = 16
 
@@ -43,6 +52,7 @@ class RecordSpan(NamedTuple):
 class EntryReader(Protocol):
     """One manifest file. `size` is the end of its last span: bytes, or rows."""
 
+    path: Path
     size: int
 
     def scan(self) -> Iterator[RecordSpan]:
@@ -58,13 +68,17 @@ class EntryReader(Protocol):
     def close(self) -> None: ...
 
 
-def digest_of(record: Any) -> bytes:
-    """The digest of a record of Python values; embedded media count by their length and their first bytes."""
-    text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=_digest_text)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+def sizes_and_digest(record: Any) -> tuple[int, int, bytes]:
+    """A record of Python values: the characters of its text, the bytes of its embedded media, and its digest, for which
+    media count by their lengths and their first bytes."""
+    media = []
 
-
-def _digest_text(value: Any) -> str:
-    if isinstance(value, bytes):
+    def in_short(value: Any) -> str:
+        if not isinstance(value, bytes):
+            return str(value)
+        media.append(len(value))
         return f"{len(value)} bytes {blake2b(value[:_HASHED_MEDIA_BYTES], digest_size=DIGEST_BYTES).hexdigest()}"
-    return str(value)
+
+    text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=in_short)
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+    return len(text), sum(media), digest

@@ -5,32 +5,25 @@ every job of the workflow needs it again. It is mapped into memory, 32 bytes a r
 that it needs.
 """
 
-import sys
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from dflop.base import UserError, printable, progress_bar, written_whole
+from dflop.base import UserError, written_whole
 from dflop.base.artifacts import cache_folder
-from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, RecordSpan, UnreadableFile
+from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, UnreadableFile
 from dflop.shapes.manifests.formats import open_reader
+from dflop.shapes.manifests.scan import NO_RECORD, write_index
 from dflop.shapes.records import RecordError
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
 
-_FORMAT = 3
+_FORMAT = 4
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
-_pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
-# The single entry of a file that cannot be read.
-_NO_RECORD = RecordSpan(0, 0, bytes(DIGEST_BYTES))
 _ENTRIES_AT_ONCE = 1 << 16
 
 
@@ -49,7 +42,7 @@ class ManifestFile:
 
     @property
     def is_unreadable(self) -> bool:
-        return len(self) == 1 and self._entries[0].tobytes() == _pack(*_NO_RECORD)
+        return len(self) == 1 and self._entries[0].tobytes() == NO_RECORD
 
     def digests(self, rows: slice | np.ndarray) -> bytes:
         """The digests of these records, one after the other, `DIGEST_BYTES` each."""
@@ -76,6 +69,9 @@ class ManifestFile:
                 self._reader = open_reader(self.path)
         except UnreadableFile as error:
             return RecordError("bad_record", str(error))
+        if self.is_unreadable:
+            detail = "it is damaged, or unpacks to far more than its size"
+            return RecordError("bad_record", f"the manifest {self.path} cannot be read: {detail}")
         return self._reader.read(int(entry["start"]), int(entry["end"]))
 
     @cached_property
@@ -84,24 +80,11 @@ class ManifestFile:
         path = cache_folder() / f"records-{owner}-{stamp_of('records', _FORMAT, [self.path])}.bin"
         if not path.is_file():
             with written_whole(path) as beside:
-                self._build(beside)
+                write_index(self.path, beside)
             remove_outdated(f"records-{owner}-*.bin", {path})
         if not path.stat().st_size:
             return np.zeros(0, dtype=_ENTRY)
         return np.memmap(path, dtype=_ENTRY, mode="r")
-
-    def _build(self, path: Path) -> None:
-        try:
-            reader = open_reader(self.path)
-        except UnreadableFile:
-            path.write_bytes(_pack(*_NO_RECORD))
-            return
-        with path.open("wb") as file, _progress(self.path, reader.size) as bar:
-            for number, span in enumerate(reader.scan()):
-                file.write(_pack(*span))
-                if number % 10_000 == 0:
-                    bar.update(span.end - bar.n)
-        reader.close()
 
 
 def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
@@ -135,16 +118,3 @@ def _members(path: Path) -> Iterator[Path]:
         yield from sorted(member for member in path.iterdir() if member.is_file())
     else:
         yield path
-
-
-def _progress(path: Path, size: int) -> "tqdm":
-    """A progress bar, shown only if indexing takes more than two seconds."""
-    return progress_bar(
-        total=size,
-        desc=f"indexing {printable(path.name)}",
-        unit="",
-        unit_scale=True,
-        delay=2,
-        leave=False,
-        file=sys.stderr,
-    )

@@ -1,17 +1,19 @@
 """Manifests as tables: Parquet files, and the folders that Hugging Face's `Dataset.save_to_disk` writes.
 
 A row is a record, its columns the record's keys. Pictures, clips and sounds may be paths, or bytes inside the
-table (`{bytes, path}`, as Hugging Face stores them, or a binary column).
+table (`{bytes, path}`, as Hugging Face stores them, or a binary column). A small table may unpack to any size, and its
+metadata may lie about that, so `scan` reads it first, in a process whose memory is limited.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflop.base import UserError
-from dflop.shapes.manifests.entries import RecordSpan, UnreadableFile, digest_of
+from dflop.shapes.manifests.entries import MAX_RECORD_BYTES, RecordSpan, UnreadableFile, sizes_and_digest
 from dflop.shapes.records import RecordError
 
 if TYPE_CHECKING:
@@ -19,9 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetReader", "ParquetReader"]
 
-# The most that is read from a file at once: embedded media make rows large.
-_BATCH_ROWS = 256
+# The most that is read from a file at once: embedded media make rows large, and a value of a dictionary may stand in
+# each. Fewer rows take longer, e.g. a third at 4.
+_BATCH_ROWS = 8
 _BATCH_BYTES = 16 << 20
+# A table with more rows, text or media is a trap: no table of records that differ is packed as well.
+_MOST_ROWS_PER_BYTE = 8
+_MOST_UNPACKED_BYTES, _MOST_UNPACKED_PER_BYTE = 1 << 30, 10_000
 
 
 class ParquetReader:
@@ -49,10 +55,11 @@ class ParquetReader:
         self._first, self._batch = 0, None
 
     def scan(self) -> Iterator[RecordSpan]:
-        for row in range(self.size):
-            yield _span(row, self.read(row, row + 1))
+        return _spans(self, self.path.stat().st_size, (self.read(row, row + 1) for row in range(self.size)))
 
     def read(self, start: int, end: int) -> Any | RecordError:
+        if start == end:
+            return _too_large(self.path, start)
         group = int(np.searchsorted(self._group_ends, start, side="right"))
         if group != self._group or start < self._first:
             self._batch, self._group = None, group  # free the old batch before the next one is read
@@ -76,6 +83,8 @@ class ParquetReader:
             for batch in self._file.iter_batches(self._batch_rows[group], row_groups=[group], use_threads=False):
                 yield row, batch
                 row += batch.num_rows
+        except MemoryError:  # which is one of Arrow's, too
+            raise
         except (ArrowException, OSError, ValueError, LookupError) as error:
             detail = str(error)
         yield row, RecordError("bad_record", f"{self.path.name}, row group {group}: {detail}")
@@ -113,14 +122,19 @@ class DatasetReader:
         self.size = len(self._rows)
 
     def scan(self) -> Iterator[RecordSpan]:
+        num_bytes = sum(entry.stat().st_size for entry in os.scandir(self.path))
+        return _spans(self, num_bytes, self._records())
+
+    def _records(self) -> Iterator[Any | RecordError]:
         step = _batch_rows(self._rows.data.nbytes, len(self._rows.data))
         for first in range(0, self.size, step):
             table = self._rows[first : first + step]
             for offset in range(table.num_rows):
-                row = first + offset
-                yield _span(row, _record(table.slice(offset, 1), f"{self.path.name}, row {row:,}"))
+                yield _record(table.slice(offset, 1), f"{self.path.name}, row {first + offset:,}")
 
     def read(self, start: int, end: int) -> Any | RecordError:
+        if start == end:
+            return _too_large(self.path, start)
         return _record(self._rows[start:end], f"{self.path.name}, row {start:,}")
 
     def close(self) -> None:
@@ -140,5 +154,24 @@ def _record(row: "pyarrow.Table | pyarrow.RecordBatch", where: str) -> dict[str,
         return RecordError("bad_record", f"{where}: {error}")
 
 
-def _span(row: int, record: Any | RecordError) -> RecordSpan:
-    return RecordSpan(row, row + 1, digest_of(str(record) if isinstance(record, RecordError) else record))
+def _spans(
+    reader: ParquetReader | DatasetReader, num_bytes: int, records: Iterable[Any | RecordError]
+) -> Iterator[RecordSpan]:
+    """The spans of a table of `num_bytes`; that of a row with too much text is empty, and `read` says why.
+
+    Raises:
+        UnreadableFile: when it has more rows, text or media than so small a table can hold.
+    """
+    most = max(_MOST_UNPACKED_BYTES, _MOST_UNPACKED_PER_BYTE * num_bytes)
+    if reader.size > _MOST_ROWS_PER_BYTE * num_bytes:
+        raise UnreadableFile(f"the manifest {reader.path} claims {reader.size:,} rows in {num_bytes:,} bytes")
+    for row, record in enumerate(records):
+        text, media, digest = sizes_and_digest(str(record) if isinstance(record, RecordError) else record)
+        most -= text + media
+        if most < 0:
+            raise UnreadableFile(f"the manifest {reader.path} unpacks to far more than its {num_bytes:,} bytes")
+        yield RecordSpan(row, row + (text <= MAX_RECORD_BYTES), digest)
+
+
+def _too_large(path: Path, row: int) -> RecordError:
+    return RecordError("bad_record", f"{path.name}, row {row:,}: over {MAX_RECORD_BYTES:,} bytes of text")

@@ -1,8 +1,12 @@
 """A row of a Parquet file or of a saved Hugging Face dataset is a record, and damage costs the rows it lies in."""
 
+import os
+import resource
+import signal
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 
 from dflop.base import UserError
 from dflop.shapes import Source
+from dflop.shapes.manifests import scan
 from dflop.shapes.manifests.formats import open_reader
 from dflop.shapes.records import RecordError
 
@@ -133,3 +138,47 @@ def test_a_saved_dataset_whose_files_are_gone_is_refused(records_of):
     message = refusal(records_of, Path("train"))
     assert "the dataset train cannot be read: " in message
     assert "\n" not in message
+
+
+def repeated(value: object, times: int) -> pa.Array:
+    """A value that a table stores once."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), pa.array([value]))
+
+
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [
+        (lambda: repeated("a" * 40_000_000, 200), {}),
+        (lambda: repeated(b"a" * 40_000_000, 200), {}),
+        (lambda: pa.ListArray.from_arrays(pa.array([0, 500], pa.int32()), repeated("a" * 10_000_000, 500)), {}),
+        (lambda: pa.ListArray.from_arrays([0, 60_000_000], pa.array(np.zeros(60_000_000, "i1"))), {}),
+        (lambda: pa.array(["a" * 60_000_000] * 20), {"use_dictionary": False, "data_page_size": 2_000_000_000}),
+        (lambda: pa.nulls(1_000_000, pa.int32()), {}),
+    ],
+    ids=["texts", "media", "texts of a row", "numbers of a row", "a page", "rows"],
+)
+def test_a_small_table_that_unpacks_to_gigabytes_is_refused(records_of, column, options):
+    pq.write_table(pa.table({"id": column()}), "train.parquet", compression="zstd", **options)
+    assert Path("train.parquet").stat().st_size < 100_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "train.parquet cannot be read: it is damaged, or unpacks to far more" in refusal(
+        records_of, Path("train.parquet")
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+
+
+def test_a_table_that_ends_the_process_that_scans_it_is_refused_and_others_are_read(records_of, monkeypatch):
+    for name in ("bad", "good"):
+        pq.write_table(pa.table({"id": [name]}), f"{name}.parquet")
+    assert records_of(Path("good.parquet")) == [{"id": "good"}]
+    os.kill(scan._table_scanner.pid, signal.SIGKILL)
+    assert "bad.parquet cannot be read: it is damaged" in refusal(records_of, Path("bad.parquet"))
+    Path("good.parquet").touch()
+    assert records_of(Path("good.parquet")) == [{"id": "good"}]
+
+
+def test_a_row_with_too_much_text_costs_that_row_alone(records_of):
+    pq.write_table(pa.table({"id": ["a", "b" * (33 << 20), "c"]}), "train.parquet")
+    first, broken, last = records_of(Path("train.parquet"))
+    assert (first, last) == ({"id": "a"}, {"id": "c"})
+    assert broken.detail == "train.parquet, row 1: over 33,554,432 bytes of text"
