@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -64,16 +65,16 @@ def _write(reader: EntryReader, index: Path) -> None:
 def _is_scanned_apart(manifest: Path, index: Path) -> bool:
     """Whether another process could scan the table; it is started once and scans all of this process's tables."""
     global _table_scanner
-    if _table_scanner is None:
+    if _table_scanner is None or _table_scanner.poll() is not None:
         command = [sys.executable, "-c", f"from {__name__} import scan_tables; scan_tables()"]
         _table_scanner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    _table_scanner.stdin.write(json.dumps([str(manifest.absolute()), str(index.absolute())]) + "\n")
-    _table_scanner.stdin.flush()
-    if answer := _table_scanner.stdout.readline():
+    answer = ""
+    with suppress(BrokenPipeError):
+        print(json.dumps([str(manifest.absolute()), str(index.absolute())]), file=_table_scanner.stdin, flush=True)
+        answer = _table_scanner.stdout.readline()
+    if answer:
         return answer == _DONE
-    with _table_scanner as ended:
-        _table_scanner = None
-    if ended.returncode > 0:
+    if _table_scanner.wait() > 0:
         raise RuntimeError(f"the process that scans tables failed at {manifest}; see what it said above")
     return False
 

@@ -2,7 +2,9 @@
 
 import os
 import resource
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import datasets
@@ -17,6 +19,7 @@ from dflop.base import UserError
 from dflop.shapes import Source
 from dflop.shapes.manifests import scan
 from dflop.shapes.manifests.formats import open_reader
+from dflop.shapes.manifests.index import ManifestFile
 from dflop.shapes.records import RecordError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -140,6 +143,18 @@ def test_a_saved_dataset_whose_files_are_gone_is_refused(records_of):
     assert "\n" not in message
 
 
+@pytest.fixture
+def read_indexed(tmp_path, monkeypatch):
+    """`read_indexed(path)`: the records of a manifest's file as the commands read them, or why they cannot."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def read(path: str) -> list:
+        file = ManifestFile(Path(path))
+        return [file.read(row) for row in range(len(file))]
+
+    return read
+
+
 def repeated(value: object, times: int) -> pa.Array:
     """A value that a table stores once."""
     return pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), pa.array([value]))
@@ -157,28 +172,30 @@ def repeated(value: object, times: int) -> pa.Array:
     ],
     ids=["texts", "media", "texts of a row", "numbers of a row", "a page", "rows"],
 )
-def test_a_small_table_that_unpacks_to_gigabytes_is_refused(records_of, column, options):
+def test_a_small_table_that_unpacks_to_gigabytes_is_refused(read_indexed, column, options):
     pq.write_table(pa.table({"id": column()}), "train.parquet", compression="zstd", **options)
     assert Path("train.parquet").stat().st_size < 100_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert "train.parquet cannot be read: it is damaged, or unpacks to far more" in refusal(
-        records_of, Path("train.parquet")
-    )
+    (refused,) = read_indexed("train.parquet")
+    assert refused.detail.endswith("train.parquet cannot be read: it is damaged, or unpacks to far more than its size")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
 
 
-def test_a_table_that_ends_the_process_that_scans_it_is_refused_and_others_are_read(records_of, monkeypatch):
-    for name in ("bad", "good"):
+def test_a_table_that_ends_the_process_that_scans_it_is_refused_and_others_are_read(read_indexed, monkeypatch):
+    for name in ("bad", "good", "other"):
         pq.write_table(pa.table({"id": [name]}), f"{name}.parquet")
-    assert records_of(Path("good.parquet")) == [{"id": "good"}]
+    assert read_indexed("good.parquet") == [{"id": "good"}]
     os.kill(scan._table_scanner.pid, signal.SIGKILL)
-    assert "bad.parquet cannot be read: it is damaged" in refusal(records_of, Path("bad.parquet"))
-    Path("good.parquet").touch()
-    assert records_of(Path("good.parquet")) == [{"id": "good"}]
+    scan._table_scanner.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", shutil.which("true"))
+        (refused,) = read_indexed("bad.parquet")
+    assert "bad.parquet cannot be read: it is damaged" in refused.detail
+    assert read_indexed("other.parquet") == [{"id": "other"}]
 
 
-def test_a_row_with_too_much_text_costs_that_row_alone(records_of):
+def test_a_row_with_too_much_text_costs_that_row_alone(read_indexed):
     pq.write_table(pa.table({"id": ["a", "b" * (33 << 20), "c"]}), "train.parquet")
-    first, broken, last = records_of(Path("train.parquet"))
+    first, broken, last = read_indexed("train.parquet")
     assert (first, last) == ({"id": "a"}, {"id": "c"})
     assert broken.detail == "train.parquet, row 1: over 33,554,432 bytes of text"
