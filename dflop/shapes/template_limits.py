@@ -33,8 +33,9 @@ _REMOVED = ("random", "urlize", "xmlattr", "wordwrap", "pprint", "striptags")
 # Methods that may make much of little, beside those that `_grown` prices.
 _REFUSED_METHODS = ("translate", "encode", "to_bytes", "fromkeys")
 _COLLECTIONS = (list, tuple, set, frozenset, *map(type, ({}.keys(), {}.values(), {}.items())))
-# A width of thousands in a format, or one that is given as an argument.
-_WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{4}|\*)|\{[^{}]*\d{4}|\{[^{}]+\{")
+# A width of thousands in a format, or one that is given as an argument. A name in a format may hold anything.
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)|\{[^{}]*\d{4}|\{[^{}]+\{")
+_NAMED, _WIDE_BESIDE_NAMES = "%(", re.compile(r"\d{4}|\*")
 
 
 class TooManySteps(TemplateError):
@@ -163,7 +164,7 @@ def _grown(name: str, text: str, args: Iterable[Any], named: Mapping[str, Any]) 
         old, new = (*texts, "", "")[:2]
         made = text.count(old) * len(new)
     elif name == "format":
-        if _WIDE.search(text):
+        if _WIDE.search(text) or (_NAMED in text and _WIDE_BESIDE_NAMES.search(text)):
             raise TemplateError(f"a width of thousands in {text[:40]!r}")
         made = (text.count("%") + text.count("{")) * max(map(len, map(str, given)), default=0)
     elif name == "join":

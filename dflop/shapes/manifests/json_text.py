@@ -30,7 +30,8 @@ _MAX_SPENT, _SHORT_LOOK, _LONG_LOOK, _READING_ON = 1_000_000, 1, 100, 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _BRACES = tuple(b"{}")
-_BETWEEN_OBJECTS = re.compile(rb"}[ \t\r\n]*(,?)[ \t\r\n]*(?={)")
+# Possessive, so that a long gap without a next object is read once: it would take its length squared else.
+_BETWEEN_OBJECTS = re.compile(rb"}[ \t\r\n]*+(,?)[ \t\r\n]*+(?={)")
 _TURN_KEYS = ("conversations", "messages")
 _CONVERSATIONS, _MESSAGES = (f'"{key}"'.encode() for key in _TURN_KEYS)
 

@@ -177,7 +177,13 @@ def test_a_template_that_does_not_end_is_refused_at_once(name):
 
 @pytest.mark.parametrize(
     "code",
-    ["'%5000000000d' % 1", "'%*d' % (5000000000, 1)", "'{:5000000000}'.format(1)", "'{:{}}'.format(1, 5000000000)"],
+    [
+        "'%5000000000d' % 1",
+        "'%(a(b))5000000000d' % {'a(b)': 1}",
+        "'%*d' % (5000000000, 1)",
+        "'{:5000000000}'.format(1)",
+        "'{:{}}'.format(1, 5000000000)",
+    ],
 )
 def test_a_template_that_pads_beyond_reason_refuses_its_conversations(code):
     template = ChatTemplate("{{ " + code + " }}" + AS_USUAL)

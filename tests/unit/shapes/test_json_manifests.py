@@ -213,6 +213,11 @@ def test_brackets_nested_by_the_thousand_and_numbers_without_end_cost_their_reco
         assert_bad(record, "train.json, byte ")
 
 
+def test_long_gaps_are_read_once():
+    gaps = ("}" + " " * 500_000) * 4  # squared, this would take hours
+    assert_bad(records_in(f'[{{"a": 1}}, {{"messages{gaps}]')[-1], "byte 12: not JSON")
+
+
 def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_the_file_into_memory(monkeypatch):
     monkeypatch.setattr(json_text, "MAX_RECORD_BYTES", 50)
     good, broken = records_in('[{"a": 1}, {"a: 2}' + ", {}" * 100 + "]", chunk_bytes=8)
