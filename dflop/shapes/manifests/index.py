@@ -70,7 +70,10 @@ class ManifestFile:
         except UnreadableFile as error:
             return RecordError("bad_record", str(error))
         if self.is_unreadable:
-            detail = "it is damaged, or unpacks to far more than its size"
+            detail = (
+                "it is damaged, unpacks to far more than its size, or has pages of over a gigabyte "
+                "(write it with `row_group_size=100`)"
+            )
             return RecordError("bad_record", f"the manifest {self.path} cannot be read: {detail}")
         return self._reader.read(int(entry["start"]), int(entry["end"]))
 

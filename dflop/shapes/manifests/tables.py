@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["DatasetReader", "ParquetReader"]
 
 # The most that is read from a file at once: embedded media make rows large, and a value of a dictionary may stand in
-# each. Fewer rows take longer, e.g. a third at 4.
+# each.
 _BATCH_ROWS = 8
 _BATCH_BYTES = 16 << 20
 # A table with more rows, text or media is a trap: no table of records that differ is packed as well.

@@ -177,7 +177,7 @@ def test_a_small_table_that_unpacks_to_gigabytes_is_refused(read_indexed, column
     assert Path("train.parquet").stat().st_size < 100_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (refused,) = read_indexed("train.parquet")
-    assert refused.detail.endswith("train.parquet cannot be read: it is damaged, or unpacks to far more than its size")
+    assert "train.parquet cannot be read: it is damaged, unpacks to far more than its size, or" in refused.detail
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
 
 
