@@ -7,6 +7,7 @@
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
+# make lock   writes requirements.lock: the versions of constraints.txt with the hashes of their files
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +21,7 @@ OLD := .venv-torch211
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-unit test-serial test-all test-torch211 test-slurm test-gpu fuzz screenshots docs lint clean
+.PHONY: setup demo test test-unit test-serial test-all test-torch211 test-slurm test-gpu fuzz screenshots docs lock lint clean
 
 setup: $(STAMP)
 
@@ -76,6 +77,14 @@ screenshots: setup
 
 docs: setup
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
+
+# The lines before the first package say how to install by the lock; uv's own comments name the package that asks.
+lock: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	sed -n '/^[^#]/q;p' requirements.lock > requirements.lock.new
+	uv pip compile pyproject.toml --extra slurm -c constraints.txt --universal --python-version 3.11 --generate-hashes \
+	  --no-annotate --no-header --no-emit-index-url --quiet >> requirements.lock.new
+	mv requirements.lock.new requirements.lock
 
 lint: setup
 	ruff check

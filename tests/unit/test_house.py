@@ -5,6 +5,7 @@ other in a circle.
 """
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -265,16 +266,32 @@ def test_the_conda_environment_is_python_and_the_package_with_its_extras():
     assert Requirement(f"dflop{extras}").extras == {"dev", "slurm"} <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize("group", ["dependencies", "dev", "docs", "slurm", "tensorboard"])
-def test_every_direct_dependency_is_pinned_to_a_version_in_its_range(group):
-    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+def pins_in(text: str) -> dict[str, str]:
+    """The version of each package that a file of requirements names."""
     pins = {}
-    for line in filter(None, (line.split("#")[0].strip() for line in lines)):
+    for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
         requirement = Requirement(line)
         (specifier,) = requirement.specifier
         assert specifier.operator == "==", line
         pins[canonicalize_name(requirement.name)] = specifier.version
+    return pins
+
+
+def test_the_lock_has_the_pinned_versions_each_with_hashes():
+    text = (REPOSITORY / "requirements.lock").read_text(encoding="utf-8")
+    entries = re.sub(r"(?m)^#.*\n", "", text).replace(" \\\n    --hash=", " --hash=").splitlines()
+    assert all(" --hash=sha256:" in entry for entry in entries)
+    locked = pins_in("\n".join(entry.split(" --hash=")[0] for entry in entries))
+    pins = pins_in((REPOSITORY / "constraints.txt").read_text(encoding="utf-8"))
+    assert {name: version for name, version in locked.items() if name in pins}.items() <= pins.items()
     project = pyproject()
+    wanted = map(Requirement, project["dependencies"] + project["optional-dependencies"]["slurm"])
+    assert {canonicalize_name(requirement.name) for requirement in wanted} <= locked.keys()
+
+
+@pytest.mark.parametrize("group", ["dependencies", "dev", "docs", "slurm", "tensorboard"])
+def test_every_direct_dependency_is_pinned_to_a_version_in_its_range(group):
+    pins, project = pins_in((REPOSITORY / "constraints.txt").read_text(encoding="utf-8")), pyproject()
     wanted = project["dependencies"] if group == "dependencies" else project["optional-dependencies"][group]
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
