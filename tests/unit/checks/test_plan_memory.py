@@ -152,7 +152,7 @@ def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path)
 def test_a_frozen_encoder_keeps_nothing_before_its_projector(name, costs_file):
     plan, costs = PLANS[name], CostModel.load(costs_file)
     config = load_config(CONFIG | {"model": {"freeze": ["vision.encoder"]}})
-    for rank in range(plan.grid("vision").num_ranks):
+    for rank in {0, plan.grid("vision").num_ranks - 1}:
         checked = check_rank(config, plan, costs, LOAD, rank)
         for category in MEMORY_CATEGORIES[:3]:
             assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.05), (rank, category)
@@ -190,8 +190,8 @@ ENCODERS = {
 }
 
 
-# InternVL's smaller encoder has the kinds of layers of LLaVA's, and Omni's is that of Qwen2.5-VL.
-IN_CI = ("llava_ov_7b", "internvl_78b", "qwen2_5_vl_7b", "qwen3_vl_8b")
+# InternVL's encoders have the kinds of layers of LLaVA's, and Omni's is that of Qwen2.5-VL.
+IN_CI = ("internvl_78b", "qwen2_5_vl_7b", "qwen3_vl_8b")
 
 
 @pytest.fixture(

@@ -84,7 +84,7 @@ def unlike_samples(draw_samples, num_samples, seed):
     return dataclasses.replace(samples, llm_tokens=tokens, target_tokens=learned)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     plan=any_plans,
     each=st.floats(1, 4),
