@@ -83,7 +83,8 @@ lock: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	sed -n '/^[^#]/q;p' requirements.lock > requirements.lock.new
 	uv pip compile pyproject.toml --extra slurm -c constraints.txt --universal --python-version 3.11 --generate-hashes \
-	  --no-annotate --no-header --no-emit-index-url --quiet >> requirements.lock.new
+	  --no-annotate --no-header --no-emit-index-url --quiet >> requirements.lock.new || \
+	  { rm requirements.lock.new; exit 1; }
 	mv requirements.lock.new requirements.lock
 
 lint: setup

@@ -254,7 +254,7 @@ def _encoder_bounds(
         )
         for (pp,), group in rows.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
-            encoder_s, own_least_s = (
+            encoder_s, encoder_least_s = (
                 {part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s)
             )
             shards = rows[f"{name}_shards"].to_numpy()[at]
@@ -267,7 +267,7 @@ def _encoder_bounds(
                 rest_s = (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
                 alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
                 shared_s[place[at]] += busy_s
-                least_s[place[at]] += count[at] * kind.total(own_least_s)
+                least_s[place[at]] += count[at] * kind.total(encoder_least_s)
     return bounds_s
 
 

@@ -17,7 +17,7 @@ from dflop.base import UserError, written_whole
 from dflop.base.artifacts import cache_folder
 from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, UnreadableFile
 from dflop.shapes.manifests.formats import open_reader
-from dflop.shapes.manifests.scan import NO_RECORD, write_index
+from dflop.shapes.manifests.scan import NO_RECORD, is_table, write_index
 from dflop.shapes.records import RecordError
 
 __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
@@ -64,17 +64,17 @@ class ManifestFile:
     def read(self, row: int) -> Any | RecordError:
         """The raw record at a row, or why it cannot be read."""
         entry = self._entries[row]
-        try:
-            if self._reader is None:
-                self._reader = open_reader(self.path)
-        except UnreadableFile as error:
-            return RecordError("bad_record", str(error))
-        if self.is_unreadable:
+        if self.is_unreadable and is_table(self.path):  # opening it may end the process
             detail = (
                 "it is damaged, unpacks to far more than its size, or has pages of over a gigabyte "
                 "(write it with `row_group_size=100`)"
             )
             return RecordError("bad_record", f"the manifest {self.path} cannot be read: {detail}")
+        try:
+            if self._reader is None:
+                self._reader = open_reader(self.path)
+        except UnreadableFile as error:
+            return RecordError("bad_record", str(error))
         return self._reader.read(int(entry["start"]), int(entry["end"]))
 
     @cached_property

@@ -117,6 +117,8 @@ class DatasetReader:
         try:
             # As Arrow, so that pictures stay bytes or paths and are not decoded.
             self._rows = load_from_disk(str(path)).with_format("arrow")
+        except MemoryError:
+            raise
         except Exception as error:  # the library does not say what it raises
             raise UserError(f"the dataset {path} cannot be read: {' '.join(str(error).split())}") from None
         self.size = len(self._rows)

@@ -65,7 +65,12 @@ def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_
     ]
     monkeypatch.chdir(tmp_path)
     Path("train.json").write_text(json.dumps(records))
-    options = ("costs.source=analytic", "costs.tp_sizes=[1, 2]", "model={path: null, preset: llava_ov_7b}", "plan.search_batches=2")
+    options = (
+        "costs.source=analytic",
+        "costs.tp_sizes=[1, 2]",
+        "model={path: null, preset: llava_ov_7b}",
+        "plan.search_batches=2",
+    )
     given = [part for option in (str(EIGHT_NODES), *options) for part in ("--config", option)]
     cli.main(["plan", "what-if", "--manifest", "train.json", *given], standalone_mode=False)
     said = yaml.safe_load(Path("results/what-if/plan.yaml").read_text())
