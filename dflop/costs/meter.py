@@ -51,7 +51,10 @@ class Work:
 
 
 class Meter(LiveBytes):
-    """Counts the operations inside this context in `work`, which may be replaced between two passes."""
+    """Counts the operations inside this context in `work`, which may be replaced between two passes.
+
+    `peak` is that of the last operation alone; `peaks` has those of all.
+    """
 
     def __init__(self) -> None:
         super().__init__()

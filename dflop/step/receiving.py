@@ -28,7 +28,7 @@ class Receiver(Protocol):
         """A buffer for each message that one operation of a channel receives."""
 
     def made(self) -> torch.cuda.Event | None:
-        """The end of what was computed so far, for `issuing`: what was made may be sent behind it."""
+        """The event behind which all that was computed so far is there. A later send of it waits for this event."""
 
     def issuing(self, channel: int, sent: Sequence[torch.cuda.Event | None]) -> AbstractContextManager[None]:
         """A context in which to begin an operation. It waits until all that it sends is made (`sent`), and the last

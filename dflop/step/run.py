@@ -182,8 +182,8 @@ class _Step:
                 sent[number] = tensor.to(self._links.dtype).contiguous()
         if sent:
             at = self._links.receiver.made()
-            own = self._made.setdefault((forward, item.node, item.microbatch), {})
-            own |= {number: _Made(tensor, at) for number, tensor in sent.items()}
+            made_here = self._made.setdefault((forward, item.node, item.microbatch), {})
+            made_here |= {number: _Made(tensor, at) for number, tensor in sent.items()}
 
 
 _CARRY_OUT = {

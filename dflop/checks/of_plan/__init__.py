@@ -25,7 +25,8 @@ class MadeUpLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanToCheck:
-    """A plan, its costs and a load. `rank` is the rank to look at; None: the one that is predicted to hold most."""
+    """A plan, its costs and a load. `rank` is the rank whose memory is checked, such as 3; None: the rank with the most
+    predicted memory."""
 
     config: Config
     plan: Plan

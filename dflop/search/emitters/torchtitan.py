@@ -68,8 +68,8 @@ def _recompute_in_flags(emitted: Emitted, recomputed: Sequence[int], layers: Seq
     """Flags for recomputing all layers or none, and what release 0.2 says instead.
 
     Release 0.2 can also recompute the last of every two, three, … layers: a process numbers the layers of all its
-    stages from 1 on, and recomputes those whose number is a multiple of `every`. Of its flags that recompute enough on
-    every rank, the ones that are named recompute least.
+    stages from 1 on, and recomputes those whose number is a multiple of `every`. The sentence names the
+    largest `every` with which each rank recomputes enough layers.
     """
     needed = [sum(recomputed[rank::pp]) for rank in range(pp)]
     if not any(needed):

@@ -16,8 +16,8 @@ import numpy as np
 from dflop.base import UserError, written_whole
 from dflop.base.artifacts import cache_folder
 from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, UnreadableFile
-from dflop.shapes.manifests.formats import open_reader
-from dflop.shapes.manifests.scan import NO_RECORD, is_table, write_index
+from dflop.shapes.manifests.formats import is_table, open_reader
+from dflop.shapes.manifests.scan import NO_RECORD, write_index
 from dflop.shapes.records import RecordError
 
 __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from dflop.base import UserError, printable, progress_bar
 from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, RecordSpan, UnreadableFile
-from dflop.shapes.manifests.formats import open_reader
+from dflop.shapes.manifests.formats import is_table, open_reader
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["NO_RECORD", "is_table", "scan_tables", "write_index"]
+__all__ = ["NO_RECORD", "scan_tables", "write_index"]
 
 _pack = Struct(f"<QQ{DIGEST_BYTES}s").pack
 # The single entry of a file that cannot be read.
@@ -44,7 +44,8 @@ def write_index(manifest: Path, index: Path) -> None:
     """Write an entry for each record: start and end (uint64 each), and the digest; `NO_RECORD` for an unreadable file.
 
     Raises:
-        UserError: when the file is none that a manifest can have, or when another process ends the one that reads it.
+        UserError: when no reader knows the file's suffix, or when a signal from outside ends the process that reads a
+            table.
     """
     is_readable = True
     if is_table(manifest):
@@ -56,10 +57,6 @@ def write_index(manifest: Path, index: Path) -> None:
             is_readable = False
     if not is_readable:
         index.write_bytes(NO_RECORD)
-
-
-def is_table(manifest: Path) -> bool:
-    return manifest.is_dir() or manifest.suffix == ".parquet"
 
 
 def _write(reader: EntryReader, index: Path) -> None:

@@ -80,7 +80,7 @@ class Walk:
         self.arrived, self.done = {}, [0] * num_workers
 
     def advance(self, worker: int) -> bool:
-        """Carry out the worker's next instructions, as far as they can be; whether there was one."""
+        """Carry out the worker's next instructions up to one that has to wait. True if any was carried out."""
         before = self.done[worker]
         while self.done[worker] < len(self.instructions[worker]) and self.carry_out(worker):
             ...

@@ -1,16 +1,18 @@
 """The file formats of manifests, one in each file, which is named as the suffix: `parquet.py` opens `data.parquet`.
 
-A new format is one more file, whose `open_file` takes a path and gives an `EntryReader`.
+A new format is one more file, whose `open_file` takes a path and gives an `EntryReader`. With `IS_TABLE = True` files
+of it are scanned in a process of their own, as a small one may unpack to gigabytes (`manifests.scan`).
 """
 
 import importlib
 import pkgutil
 from pathlib import Path
+from types import ModuleType
 
 from dflop.base import UserError
 from dflop.shapes.manifests.entries import EntryReader
 
-__all__ = ["open_reader"]
+__all__ = ["is_table", "open_reader"]
 
 
 def open_reader(path: Path) -> EntryReader:
@@ -25,10 +27,22 @@ def open_reader(path: Path) -> EntryReader:
         from dflop.shapes.manifests.tables import DatasetReader
 
         return DatasetReader(path)
-    known = {f".{file.name}": file.name for file in pkgutil.iter_modules(__path__)}
-    if path.suffix in known:
-        return importlib.import_module(f"{__name__}.{known[path.suffix]}").open_file(path)
+    if path.suffix in _suffixes():
+        return _format_of(path).open_file(path)
     raise UserError(
-        f"{path} is no manifest that can be read: known are {', '.join(known)} (archives uncompressed, as of "
+        f"{path} is no manifest that can be read: known are {', '.join(_suffixes())} (tar files uncompressed, as of "
         "WebDataset), .yaml (a list of datasets) and folders that Hugging Face's `save_to_disk` wrote"
     )
+
+
+def is_table(path: Path) -> bool:
+    """Whether it is a table: a folder that `save_to_disk` wrote, or a file of a format with `IS_TABLE`."""
+    return path.is_dir() or (path.suffix in _suffixes() and getattr(_format_of(path), "IS_TABLE", False))
+
+
+def _suffixes() -> list[str]:
+    return [f".{file.name}" for file in pkgutil.iter_modules(__path__)]
+
+
+def _format_of(path: Path) -> ModuleType:
+    return importlib.import_module(f"{__name__}{path.suffix}")
