@@ -107,10 +107,8 @@ def totals_at(forward, backward, counts, loads):
 
 @kernel
 def terms_at(terms, stage, loads):
-    """The sum of a stage's terms at a microbatch's loads [4]; 0 without terms."""
+    """The sum of a stage's terms at a microbatch's loads [4]; 0 where it has none."""
     total = 0.0
-    if terms is None:
-        return total
     for number in range(terms.first[stage], terms.first[stage + 1]):
         total += max(form_at(terms.forms, number, loads), terms.least[number])
     return total

@@ -127,9 +127,8 @@ class _StepProgram:
         forms = self._forms
         seconds = (forms.forward.lines + forms.backward.lines) @ mean
         for terms in (forms.forward_terms, forms.backward_terms):
-            if terms is not None:
-                of_stage = np.arange(len(seconds)).repeat(np.diff(terms.first))
-                np.add.at(seconds, of_stage, np.maximum(terms.forms.lines @ mean, terms.least))
+            of_stage = np.arange(len(seconds)).repeat(np.diff(terms.first))
+            np.add.at(seconds, of_stage, np.maximum(terms.forms.lines @ mean, terms.least))
         return float(seconds[forms.first_stage[-2] :].max())
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
@@ -258,12 +257,11 @@ class _StepProgram:
             (forms.forward, forms.forward_terms) if is_forward else (forms.backward, forms.backward_terms)
         )
         parts = []
-        if of_terms is not None:
-            for number in range(of_terms.first[stage], of_terms.first[stage + 1]):
-                part = self.program.variables(1)[0]
-                self.program.require((part, 1.0), at_least=of_terms.least[number] * share)
-                self._require_form(((part, 1.0),), of_terms.forms, number, cell, mean, share)
-                parts.append((part, -1.0))
+        for number in range(of_terms.first[stage], of_terms.first[stage + 1]):
+            part = self.program.variables(1)[0]
+            self.program.require((part, 1.0), at_least=of_terms.least[number] * share)
+            self._require_form(((part, 1.0),), of_terms.forms, number, cell, mean, share)
+            parts.append((part, -1.0))
         self._require_form(((took, 1.0), *parts), of_stages, stage, cell, mean, share)
 
     def _require_form(

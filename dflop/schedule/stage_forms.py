@@ -27,13 +27,9 @@ class StageForms(NamedTuple):
     first_replica: np.ndarray  # [num_encoders + 1]: each encoder's first replica, then the number of replicas
     forward: PackedForms
     backward: PackedForms
-    # Terms of stages whose replicas share parameters. None where there are no such stages: the kernel is then compiled
-    # without terms.
-    forward_terms: PackedTerms | None
-    backward_terms: PackedTerms | None
-    # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]. None where there are no corrections: the
-    # kernel is then compiled without them.
-    factors: np.ndarray | None
+    forward_terms: PackedTerms  # of stages whose replicas share parameters; other stages have none
+    backward_terms: PackedTerms
+    factors: np.ndarray  # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]: the corrections
     chain_latency_s: np.ndarray  # [num_nodes]
     chain_token_s: np.ndarray
     bridge_latency_s: np.ndarray  # [num_encoder_replicas, num_llm_replicas]
@@ -49,7 +45,6 @@ def stage_forms(pricer: Pricer) -> StageForms:
     forms = pricer.stage_costs.time_forms()
     forward, backward = (pack_forms([form.form for form in of_pass]) for of_pass in forms)
     forward_terms, backward_terms = (pack_terms([form.terms for form in of_pass]) for of_pass in forms)
-    gathers = any(grid.gathers for grid in plan.grids)
     links, corrections = pricer.transfers.forms(), pricer.corrections
     onward = pricer.edge_bytes.onward
     num_stages = [plan.num_stages(grid.module) for grid in plan.grids]
@@ -60,9 +55,9 @@ def stage_forms(pricer: Pricer) -> StageForms:
         first_replica=np.cumsum([0, *(grid.dp for grid in plan.grids[:-1])]),
         forward=forward,
         backward=backward,
-        forward_terms=forward_terms if gathers else None,
-        backward_terms=backward_terms if gathers else None,
-        factors=np.stack([corrections.table(grid.module) for grid in plan.grids]) if corrections.factors else None,
+        forward_terms=forward_terms,
+        backward_terms=backward_terms,
+        factors=np.stack([corrections.table(grid.module) for grid in plan.grids]),
         chain_latency_s=links.chain_latency_s,
         chain_token_s=links.chain_byte_s * np.array([onward[node.module][node.pp_stage] for node in pricer.nodes]),
         bridge_latency_s=links.bridge_latency_s,

@@ -229,16 +229,18 @@ def _simulated(state, clocks):
 def _propose(forms, clocks, state, samples, kind, latest, change):
     """Write a random change of this kind to `change`; return how many samples it moves, 0 where it is not possible."""
     _, _, kept_tokens, by_size, size_rank = samples
-    sample = _draw_sample(clocks, state, latest)
-    _note(state, change, 0, sample)
+    place, count = state.place, state.count
+    sample = _draw_sample(place, clocks.llm_column, clocks.media_column, latest)
+    _note(place, change, 0, sample)
+    num_changed = 0
     if kind == _SWAP:
-        num_changed = _swap(state, by_size, size_rank, change)
+        num_changed = _swap(place, by_size, size_rank, change)
     elif kind == _MOVE:
-        num_changed = _move(state, change)
-    elif kind in (_MOVE_MEDIA, _SWAP_MEDIA):
-        num_changed = _change_media(forms, state, kept_tokens, kind == _SWAP_MEDIA, change)
-    else:
-        num_changed = _swap_microbatches(state, kind == _SWAP_BUCKETS, change)
+        num_changed = _move(place, count, change)
+    elif kind not in (_MOVE_MEDIA, _SWAP_MEDIA):
+        num_changed = _swap_microbatches(place, count.shape[1], kind == _SWAP_BUCKETS, change)
+    elif forms.has_bridges:
+        num_changed = _change_media(place, forms.first_replica, kept_tokens, kind == _SWAP_MEDIA, change)
     if not forms.has_bridges:
         for encoder in range(kept_tokens.shape[1]):
             change.after[:num_changed, 2 + encoder] = forms.first_replica[encoder] + change.after[:num_changed, 0]
@@ -246,16 +248,16 @@ def _propose(forms, clocks, state, samples, kind, latest, change):
 
 
 @kernel
-def _note(state, change, number, sample):
+def _note(place, change, number, sample):
     """Enter a sample as the change's `number`th, with its present place before and after."""
     change.samples[number] = sample
-    change.before[number], change.after[number] = state.place[sample], state.place[sample]
+    change.before[number], change.after[number] = place[sample], place[sample]
 
 
 @kernel
-def _swap(state, by_size, size_rank, change):
+def _swap(place, by_size, size_rank, change):
     """Swap the sample with one of another bucket, mostly of about its size; media stay on their encoder replicas."""
-    sample, other, place = change.samples[0], np.random.randint(len(by_size)), state.place
+    sample, other = change.samples[0], np.random.randint(len(by_size))
     if np.random.random() < NEAR:
         most_between = max(1, int(len(by_size) * NEAR_SHARE))
         near = size_rank[sample] + np.random.randint(-most_between, most_between + 1)
@@ -264,54 +266,54 @@ def _swap(state, by_size, size_rank, change):
     its_replica, its_microbatch = place[other, 0], place[other, 1]
     if its_replica == replica and its_microbatch == microbatch:
         return 0
-    _note(state, change, 1, other)
+    _note(place, change, 1, other)
     change.after[0, :2], change.after[1, :2] = place[other, :2], place[sample, :2]
     return 2
 
 
 @kernel
-def _move(state, change):
+def _move(place, count, change):
     """Move the sample to another bucket; no bucket is left empty."""
-    sample, (num_replicas, num_microbatches) = change.samples[0], state.count.shape
-    replica, microbatch = state.place[sample, 0], state.place[sample, 1]
+    sample, (num_replicas, num_microbatches) = change.samples[0], count.shape
+    replica, microbatch = place[sample, 0], place[sample, 1]
     to_replica, to_microbatch = np.random.randint(num_replicas), np.random.randint(num_microbatches)
-    if (to_replica == replica and to_microbatch == microbatch) or state.count[replica, microbatch] == 1:
+    if (to_replica == replica and to_microbatch == microbatch) or count[replica, microbatch] == 1:
         return 0
     change.after[0, 0], change.after[0, 1] = to_replica, to_microbatch
     return 1
 
 
 @kernel
-def _change_media(forms, state, kept_tokens, swaps, change):
+def _change_media(place, first_replica, kept_tokens, swaps, change):
     """Move the sample's media to another replica of an encoder; if `swaps`, in exchange for media of another sample of
     the microbatch."""
     sample, (num_samples, num_encoders) = change.samples[0], kept_tokens.shape
-    if num_encoders == 0 or not forms.has_bridges:
+    if num_encoders == 0:
         return 0
     encoder = np.random.randint(num_encoders)
-    first, behind = forms.first_replica[encoder], forms.first_replica[encoder + 1]
+    first, behind = first_replica[encoder], first_replica[encoder + 1]
     if behind - first == 1 or kept_tokens[sample, encoder] == 0.0:
         return 0
-    own_replica = state.place[sample, 2 + encoder]
+    replica = place[sample, 2 + encoder]
     if not swaps:
         change.after[0, 2 + encoder] = np.random.randint(first, behind)
         return 1
     for _ in range(MOST_DRAWS):
         other = np.random.randint(num_samples)
-        its_replica = state.place[other, 2 + encoder]
-        if state.place[other, 1] == state.place[sample, 1] and its_replica != own_replica:
-            _note(state, change, 1, other)
-            change.after[0, 2 + encoder], change.after[1, 2 + encoder] = its_replica, own_replica
+        its_replica = place[other, 2 + encoder]
+        if place[other, 1] == place[sample, 1] and its_replica != replica:
+            _note(place, change, 1, other)
+            change.after[0, 2 + encoder], change.after[1, 2 + encoder] = its_replica, replica
             return 2
     return 0
 
 
 @kernel
-def _swap_microbatches(state, of_one_replica, change):
+def _swap_microbatches(place, num_microbatches, of_one_replica, change):
     """Swap the sample's microbatch with another: on the sample's LLM replica only (`of_one_replica`), or on all."""
-    sample, place = change.samples[0], state.place
+    sample = change.samples[0]
     replica, microbatch = place[sample, 0], place[sample, 1]
-    to_microbatch = np.random.randint(state.count.shape[1])
+    to_microbatch = np.random.randint(num_microbatches)
     if to_microbatch == microbatch:
         return 0
     num_changed = 0
@@ -320,22 +322,22 @@ def _swap_microbatches(state, of_one_replica, change):
         if of_one_replica and place[moved, 0] != replica:
             continue
         if its_microbatch in (microbatch, to_microbatch):
-            _note(state, change, num_changed, moved)
+            _note(place, change, num_changed, moved)
             change.after[num_changed, 1] = to_microbatch if its_microbatch == microbatch else microbatch
             num_changed += 1
     return num_changed
 
 
 @kernel
-def _draw_sample(clocks, state, latest):
+def _draw_sample(place, llm_column, media_column, latest):
     """Draw any sample, or one of the column that ends last: a change elsewhere does not shorten the step."""
-    num_samples, num_columns = state.place.shape
+    num_samples, num_columns = place.shape
     sample = np.random.randint(num_samples)
     if np.random.random() < FOCUS:
         for _ in range(MOST_DRAWS):
-            is_there = clocks.llm_column[state.place[sample, 0]] == latest
+            is_there = llm_column[place[sample, 0]] == latest
             for column in range(2, num_columns):
-                is_there = is_there or clocks.media_column[state.place[sample, column]] == latest
+                is_there = is_there or media_column[place[sample, column]] == latest
             if is_there:
                 break
             sample = np.random.randint(num_samples)

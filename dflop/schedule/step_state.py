@@ -166,8 +166,6 @@ def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, to
 @kernel
 def _factors_of(factors, module, loads):
     """The corrections of a microbatch's forward and backward times."""
-    if factors is None:
-        return 1.0, 1.0
     load_bin, segment_bin = bin_of(loads)
     return factors[module, 0, load_bin, segment_bin], factors[module, 1, load_bin, segment_bin]
 

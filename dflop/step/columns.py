@@ -16,11 +16,13 @@ __all__ = ["columns_of"]
 
 def columns_of(plan: CompiledPlan) -> tuple[np.ndarray, np.ndarray]:
     """The column of each node, [num_nodes], and of each worker, [num_workers], numbered from 0."""
-    return _columns(plan.stages, plan.num_nodes, plan.num_workers)
+    of_nodes, of_workers = _labels(plan.stages, plan.num_nodes, plan.num_workers)
+    names = np.unique(of_nodes)
+    return np.searchsorted(names, of_nodes), np.searchsorted(names, of_workers)
 
 
 @kernel
-def _columns(stages, num_nodes, num_workers):
+def _labels(stages, num_nodes, num_workers):
     # Labels spread over nodes that share a worker or a chain until none changes.
     node_label, worker_label = np.arange(num_nodes), np.full(num_workers, num_nodes)
     moved = True
@@ -43,5 +45,4 @@ def _columns(stages, num_nodes, num_workers):
                     worker_label[worker] = label
                 moved = moved or node_label[node] != label
                 node_label[node] = label
-    names = np.unique(node_label)
-    return np.searchsorted(names, node_label), np.searchsorted(names, worker_label)
+    return node_label, worker_label

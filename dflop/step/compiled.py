@@ -78,14 +78,15 @@ class CompiledPlan:
     def first_forwards(self) -> np.ndarray:
         """The first forward of each stage, in order: [num_first_forwards, 2] of stage, and the part of its replicas."""
         which, _, microbatch, _ = self.order.T
-        return self.order[(which == FORWARD) & (microbatch == 0)][:, [1, 3]]
+        return np.ascontiguousarray(self.order[(which == FORWARD) & (microbatch == 0)][:, [1, 3]])
 
     @cached_property
     def last_backwards(self) -> np.ndarray:
         """The last backward of each stage, in order: [num_last_backwards, 2] of stage, and the part of its replicas.
         Stages without a backward have none."""
         which, _, microbatch, _ = self.order.T
-        return self.order[(which == BACKWARD) & (microbatch == self.num_microbatches - 1)][:, [1, 3]]
+        is_last = (which == BACKWARD) & (microbatch == self.num_microbatches - 1)
+        return np.ascontiguousarray(self.order[is_last][:, [1, 3]])
 
 
 def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray | None = None) -> CompiledPlan:
