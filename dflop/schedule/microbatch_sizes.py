@@ -124,12 +124,11 @@ class _StepProgram:
 
     def _mean_s(self, mean: list[float]) -> float:
         """About the forward plus backward seconds of the LLM's slowest stage; `mean` is 1, then the mean loads."""
-        forms = self._forms
-        seconds = (forms.forward.lines + forms.backward.lines) @ mean
-        for terms in (forms.forward_terms, forms.backward_terms):
-            of_stage = np.arange(len(seconds)).repeat(np.diff(terms.first))
-            np.add.at(seconds, of_stage, np.maximum(terms.forms.lines @ mean, terms.least))
-        return float(seconds[forms.first_stage[-2] :].max())
+        terms_s = (
+            np.add.reduceat(np.maximum(terms.forms.lines @ mean, terms.least), terms.first[:-1])
+            for terms in (self._forms.forward, self._forms.backward)
+        )
+        return float(sum(terms_s)[self._forms.first_stage[-2] :].max())
 
     def _cap(self, pricer: Pricer, whole: np.ndarray) -> float:
         """The most tokens that a bucket may hold, in units of the mean bucket; 1 where even the mean is too large."""
@@ -251,18 +250,15 @@ class _StepProgram:
 
         Its loads are the variables `cell`, in units of `mean`.
         """
-        forms, is_forward = self._forms, which == FORWARD
-        share = 1.0 / self.unit_s
-        of_stages, of_terms = (
-            (forms.forward, forms.forward_terms) if is_forward else (forms.backward, forms.backward_terms)
-        )
-        parts = []
-        for number in range(of_terms.first[stage], of_terms.first[stage + 1]):
+        terms = self._forms.forward if which == FORWARD else self._forms.backward
+        share, parts = 1.0 / self.unit_s, []
+        *limited, last = range(terms.first[stage], terms.first[stage + 1])
+        for number in limited:
             part = self.program.variables(1)[0]
-            self.program.require((part, 1.0), at_least=of_terms.least[number] * share)
-            self._require_form(((part, 1.0),), of_terms.forms, number, cell, mean, share)
+            self.program.require((part, 1.0), at_least=terms.least[number] * share)
+            self._require_form(((part, 1.0),), terms.forms, number, cell, mean, share)
             parts.append((part, -1.0))
-        self._require_form(((took, 1.0), *parts), of_stages, stage, cell, mean, share)
+        self._require_form(((took, 1.0), *parts), terms.forms, last, cell, mean, share)
 
     def _require_form(
         self,

@@ -6,7 +6,7 @@ module whose replicas share parameters is one stage, and its passes are those of
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dflop.costs import (
     sync_bytes,
     working_bytes,
 )
+from dflop.costs.forms import PackedTerms, pack_terms
 from dflop.models import ModelSpec
 from dflop.models.loads import Coefficients
 from dflop.plan import Plan
@@ -36,7 +37,7 @@ from dflop.schedule.correction import NO_CORRECTIONS, Corrections
 from dflop.shapes import SampleShapes
 from dflop.step import StageReplicas, stages_of
 
-__all__ = ["StageCosts", "TimeForm", "loads_of"]
+__all__ = ["StageCosts", "loads_of"]
 
 T = TypeVar("T")
 
@@ -51,16 +52,6 @@ def loads_of(module: str, shapes: SampleShapes) -> Loads:
         return Loads(shapes.items_of(module).astype(float), nothing, shapes.sum_sq_of(module), nothing)
     tokens = shapes.llm_tokens.astype(float)
     return Loads(nothing, tokens, tokens**2, shapes.target_tokens.astype(float))
-
-
-class TimeForm(NamedTuple):
-    """Seconds as a function of a microbatch's loads: the sum of `form` and all terms.
-
-    A term is a form and a constant; whichever is larger at the loads counts.
-    """
-
-    form: Coefficients
-    terms: tuple[tuple[Coefficients, float], ...]
 
 
 class StageCosts:
@@ -142,29 +133,26 @@ class StageCosts:
         forward_s, backward_s = (np.where(empty, 0.0, sharded.seconds(of_part)) for sharded, of_part in passes)
         return [(forward_s, backward_s)]
 
-    def time_forms(self) -> tuple[list[TimeForm], list[TimeForm]]:
-        """Forward and backward seconds of each stage as functions of its microbatch's loads, without corrections."""
-        forward, backward = [], []
-        for stage in self.stages:
-            forms = self._time_forms(stage)
-            forward.append(forms[0])
-            backward.append(forms[1])
-        return forward, backward
+    def time_forms(self) -> tuple[PackedTerms, PackedTerms]:
+        """Forward and backward seconds of each stage as terms of its microbatch's loads, without corrections.
 
-    def _time_forms(self, stage: StageReplicas) -> tuple[TimeForm, TimeForm]:
+        A stage's last term has a `least` of minus infinity; where replicas share no parameters, it is the only one.
+        """
+        forward, backward = zip(*map(self._time_terms, self.stages), strict=True)
+        return pack_terms(forward), pack_terms(backward)
+
+    def _time_terms(self, stage: StageReplicas) -> tuple[list[tuple[Coefficients, float]], ...]:
         kind = self.kind(stage)
         if stage.module not in self._sharded:
-            forward, backward = self.costs.time_forms(kind)
-            return TimeForm(forward, ()), TimeForm(backward, ())
+            return tuple([(form, -np.inf)] for form in self.costs.time_forms(kind))
         of_parts = self.costs.part_forms(stage.module, kind.layout)
-        forward, backward = (
-            TimeForm(
-                Coefficients(float(sharded.exposed_s), (0.0,) * 4),
-                tuple((count * of_part[part], count * float(moved_s)) for part, count, moved_s in sharded.terms),
-            )
+        return tuple(
+            [
+                *((count * of_part[part], count * float(moved_s)) for part, count, moved_s in sharded.terms),
+                (Coefficients(float(sharded.exposed_s), (0.0,) * 4), -np.inf),
+            ]
             for sharded, of_part in zip(self._sharded[stage.module], of_parts, strict=True)
         )
-        return forward, backward
 
     def memories(self, module: str, loads: Loads) -> list[StageMemory]:
         """The memory of microbatches on each of the module's stages; stages of one kind share one object."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.costs.forms import PackedForms, PackedTerms, pack_forms, pack_terms
+from dflop.costs.forms import PackedTerms
 from dflop.plan import PLACEMENTS
 from dflop.schedule.pricer import Pricer
 from dflop.step.simulation_kernel import PARTS
@@ -25,10 +25,8 @@ class StageForms(NamedTuple):
     module: np.ndarray  # [num_stages]: the number of the stage's module
     first_stage: np.ndarray  # [num_modules + 1]: each module's first stage, then the number of stages
     first_replica: np.ndarray  # [num_encoders + 1]: each encoder's first replica, then the number of replicas
-    forward: PackedForms
-    backward: PackedForms
-    forward_terms: PackedTerms  # of stages whose replicas share parameters; other stages have none
-    backward_terms: PackedTerms
+    forward: PackedTerms  # `StageCosts.time_forms`
+    backward: PackedTerms
     factors: np.ndarray  # [num_modules, 2 (forward, backward), num_load_bins, num_segment_bins]: the corrections
     chain_latency_s: np.ndarray  # [num_nodes]
     chain_token_s: np.ndarray
@@ -42,9 +40,7 @@ class StageForms(NamedTuple):
 def stage_forms(pricer: Pricer) -> StageForms:
     """The forms of a pricer's plan, with its corrections."""
     plan = pricer.plan
-    forms = pricer.stage_costs.time_forms()
-    forward, backward = (pack_forms([form.form for form in of_pass]) for of_pass in forms)
-    forward_terms, backward_terms = (pack_terms([form.terms for form in of_pass]) for of_pass in forms)
+    forward, backward = pricer.stage_costs.time_forms()
     links, corrections = pricer.transfers.forms(), pricer.corrections
     onward = pricer.edge_bytes.onward
     num_stages = [plan.num_stages(grid.module) for grid in plan.grids]
@@ -55,8 +51,6 @@ def stage_forms(pricer: Pricer) -> StageForms:
         first_replica=np.cumsum([0, *(grid.dp for grid in plan.grids[:-1])]),
         forward=forward,
         backward=backward,
-        forward_terms=forward_terms,
-        backward_terms=backward_terms,
         factors=np.stack([corrections.table(grid.module) for grid in plan.grids]),
         chain_latency_s=links.chain_latency_s,
         chain_token_s=links.chain_byte_s * np.array([onward[node.module][node.pp_stage] for node in pricer.nodes]),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.base.kernels import kernel
-from dflop.costs.forms import form_at, terms_at
+from dflop.costs.forms import terms_at
 from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.schedule.correction import bin_of
 from dflop.schedule.stage_forms import StageForms
@@ -155,8 +155,8 @@ def _price_stages(forms, state, module, replica, microbatch, loads, is_empty, to
         node, cell = first_node + replica, first_node * num_microbatches + microbatch * dp + replica
         forward_s, backward_s = 0.0, 0.0
         if not is_empty:
-            forward_s = form_at(forms.forward, stage, loads) + terms_at(forms.forward_terms, stage, loads)
-            backward_s = form_at(forms.backward, stage, loads) + terms_at(forms.backward_terms, stage, loads)
+            forward_s = terms_at(forms.forward, stage, loads)
+            backward_s = terms_at(forms.backward, stage, loads)
             forward_s, backward_s = forward_s * forward_factor, backward_s * backward_factor
         state.seconds[FORWARD, cell] = forward_s
         state.seconds[BACKWARD, cell] = backward_s
