@@ -194,12 +194,14 @@ def _merge(config, shapes: Path, out: Path) -> None:
                 "sampling": source.sampling,
                 "digest": hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest(),
                 "num_records": len(kept),
+                "epochs": source.epochs,
+                "weight": source.weight,
             }
         )
     write_shapes(
         out,
         files,
-        pl.DataFrame(source_rows),
+        pl.DataFrame(source_rows, schema_overrides={"epochs": pl.Float64, "weight": pl.Float64}),
         meta_of("merge-shapes", config),
         sampled_rows=sampled_rows,
         keep_duplicates=config.data.duplicate_ids == "keep",

@@ -77,7 +77,7 @@ def plan_command(
         beyond = beyond_device(best.plan, config, spec, cost_model, all_samples)
         click.echo(explain_choice(found, baselines, config, cost_model, beyond) + "\n")
     _echo_choice(out, best, cost_model, need)
-    _echo_price(configs, best, baselines, num_samples=len(samples))
+    _echo_price(configs, best, baselines, num_samples=float(samples.times_drawn().sum()))
     if emit:
         print_in_words_of(emit, best.plan, spec, config.train.global_batch_size)
     if not explain:  # which says the same in full
@@ -143,7 +143,7 @@ def _echo_choice(out: Path | None, best, cost_model, need) -> None:
         click.echo(loading_note(need, best.step_s))
 
 
-def _echo_price(configs: tuple[str, ...], best, baselines, *, num_samples: int) -> None:
+def _echo_price(configs: tuple[str, ...], best, baselines, *, num_samples: float) -> None:
     """Print the price of an epoch, if the config has a price.
 
     The workflow does not pass the price to `dflop plan`, so that another price does not rerun the search; its report

@@ -49,7 +49,8 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
             f"{most}: ranks will wait for data; leave it out to have as many as each rank needs",
             err=True,
         )
-    data_digests = read_table(shapes, "sources", made_by="merge-shapes")["digest"].to_list()
+    sources = read_table(shapes, "sources", made_by="merge-shapes")
+    data_digests = sources["digest"].to_list() + [str(row) for row in sources["epochs", "weight"].rows() if any(row)]
     # Problems with the samples, costs and plan are reported here, before any rank starts.
     scheduler = open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path)
     if config.train.epochs is not None:

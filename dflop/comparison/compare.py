@@ -74,7 +74,7 @@ def compare_systems(
     Raises:
         UserError: when none of our plans fits, or there are too few samples.
     """
-    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     num_searched = len(GroupedBatches(config, spec, costs, samples))
     steps = range(num_searched, num_searched + num_batches)
     shapes = {step: samples.take(batches[step]) for step in (*range(NUM_TRIED), *steps)}

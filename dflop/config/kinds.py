@@ -81,6 +81,11 @@ Share = _number(float, "from 0 to 1", lambda number: 0 <= number <= 1)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 RunName = _text(_NAME, "it names a folder under results/: use letters, digits, dot, dash and underscore")
 SourceName = _text(_NAME, "use letters, digits, dot, dash and underscore")
+# The keys of a record that `shapes.records` reads.
+RecordKey = Literal[
+    *("id", "conversations", "messages", "system", "image", "images", "video", "videos", "audio", "audios"),
+    *("width", "height"),
+]
 Sampling = _text(SAMPLING.pattern, f"it must be {SAMPLING_FORMS}")
 TimeLimit = _text(r"\d*[1-9]\d*[mhd]?", "it must be a whole number of minutes, or one with its unit: 90m, 24h, 2d")
 Manifest = Annotated[str, Field(validate_default=True), _not_empty("name a manifest")]

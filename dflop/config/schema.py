@@ -38,7 +38,11 @@ def _section(section: type) -> type:
 
 @_section
 class SourceConfig:
-    """One manifest. `media_root` defaults to the manifest's folder, `name` to its file name."""
+    """One manifest. `media_root` defaults to the manifest's folder, `name` to its file name.
+
+    `columns` maps keys of a record to the manifest's own names for them. `epochs` is how often an epoch draws each
+    sample, `weight` the source's part of all samples that are drawn; no source has one where another has the other.
+    """
 
     path: kinds.Manifest = ""
     media_root: str | None = None
@@ -46,6 +50,9 @@ class SourceConfig:
     name: kinds.SourceName | None = None
     trust_sizes: StrictBool = False
     evaluation: StrictBool = False
+    columns: dict[kinds.RecordKey, str] = field(default_factory=dict)
+    epochs: kinds.AboveZero | None = None
+    weight: kinds.AboveZero | None = None
 
 
 @_section

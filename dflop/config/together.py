@@ -33,6 +33,7 @@ def check_together(config: Config, *, has_cluster: bool = True) -> None:
             f"`train.steps` is {config.train.steps} and `train.epochs` is {config.train.epochs:g}; the one follows "
             "from the other: give one of them, and null for the other"
         )
+    _check_mixture(config)
     if config.train.evaluate_every is not None and not config.data.has_evaluation:
         raise UserError(
             f"`train.evaluate_every` is {config.train.evaluate_every}, but there is nothing to evaluate on; hold a "
@@ -40,6 +41,22 @@ def check_together(config: Config, *, has_cluster: bool = True) -> None:
         )
     if has_cluster:
         _check_devices(config)
+
+
+def _check_mixture(config: Config) -> None:
+    trained = [source for source in config.data.sources if not source.evaluation]
+    weighted = [source for source in trained if source.weight is not None]
+    if mixed := next((source for source in weighted if source.epochs is not None), None):
+        raise UserError(
+            f"`data.sources` has `weight: {mixed.weight:g}` and `epochs: {mixed.epochs:g}` for {mixed.path}; give one "
+            "of them: a share of what is drawn, or how often an epoch draws each sample"
+        )
+    if weighted and len(weighted) < len(trained):
+        other = next(source for source in trained if source.weight is None)
+        raise UserError(
+            f"`data.sources` has a `weight` for {weighted[0].path} and none for {other.path}; a weight is a share of "
+            "all that is drawn: give every source one, or none"
+        )
 
 
 def _check_devices(config: Config) -> None:

@@ -50,18 +50,18 @@ def measure_loading(config: Config, shapes: Path, progress: Callable[[int], None
     if samples.media is None:
         raise UserError("shapes.duckdb holds no sizes of media; make it again with `dflop profile-shapes`")
     loaders = _loaders(config, samples)
-    modality = _modality_of(shapes, samples)
+    modality, times = _modality_of(shapes, samples), samples.times_drawn()
     rng = np.random.default_rng(config.seed)
     rows = []
     for name in sorted(set(modality)):
-        group = samples.take(np.flatnonzero(modality == name))
+        group, num_samples = samples.take(np.flatnonzero(modality == name)), round(times[modality == name].sum())
         drawn = group.take(rng.permutation(len(group))[:MOST_SAMPLES])
         for module, loader in loaders.items():
             loads = group.llm_tokens if module == "llm" else group.items_of(module)
             if not loads.sum():
                 continue
             rows.append(
-                {"module": module, "modality": name, "num_samples": len(group)}
+                {"module": module, "modality": name, "num_samples": num_samples}
                 | _measured(module, loader, drawn, float(loads.mean()), progress)
             )
     return pl.DataFrame(rows, schema=LOADING_SCHEMA)

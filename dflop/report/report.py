@@ -84,7 +84,7 @@ def _facts(
             run,
             trained,
             config.cluster,
-            num_samples=len(scheduler.samples),
+            num_samples=scheduler.batches.samples_per_epoch,
             batch_size=config.train.global_batch_size,
         ),
     )

@@ -49,7 +49,7 @@ def savings_section(
     trained: TrainedRun | None,
     cluster: ClusterConfig,
     *,
-    num_samples: int,
+    num_samples: float,
     batch_size: int,
 ) -> SavingsSection | None:
     """The section; None for a plan that was written by hand, which has no baselines."""

@@ -1,28 +1,44 @@
 """Which samples make up a global batch: a seeded shuffle of the dataset, epoch after epoch.
 
-The batch depends only on the seed, the step, the number of samples and the batch size. So a run can be resumed at any
-step, and a scheduled run sees the same batches as an unscheduled one.
+The batch depends only on the seed, the step, the samples and the batch size. So a run can be resumed at any step and on
+another number of devices, and a scheduled run sees the same batches as an unscheduled one.
+
+Sources may be drawn more or less often than once an epoch. Each is a stream of its own: its samples shuffled, pass
+after pass. With 2.5 passes an epoch, the first epoch ends in the middle of the third pass; the second begins there.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
 from dflop.base import UserError
+from dflop.shapes import SampleShapes
 
 __all__ = ["EvaluationBatches", "GlobalBatches", "steps_in_epochs"]
 
 
-def steps_in_epochs(epochs: float, num_samples: int, global_batch_size: int) -> int:
-    """How many steps it takes to draw every sample `epochs` times: whole global batches, at least one."""
+def steps_in_epochs(epochs: float, num_samples: float, global_batch_size: int) -> int:
+    """How many steps so many epochs of `num_samples` draws take: whole global batches, at least one."""
     return max(1, math.ceil(epochs * num_samples / global_batch_size - 1e-9))
 
 
 class GlobalBatches:
     """`batches[step]` is an index array [global_batch_size] into the samples."""
 
-    def __init__(self, num_samples: int, global_batch_size: int, seed: int) -> None:
-        """Raise `UserError` when one batch would need more samples than there are."""
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        seed: int,
+        draws: Sequence[tuple[np.ndarray, float]] | None = None,
+    ) -> None:
+        """`draws` are `SampleShapes.draws`; by default an epoch draws each sample once.
+
+        Raises:
+            UserError: when one batch would need more samples than there are, or than an epoch draws.
+        """
         if num_samples == 0:
             raise UserError("there are no samples to draw a global batch from; add data, or see why all were rejected")
         if global_batch_size > num_samples:
@@ -30,25 +46,67 @@ class GlobalBatches:
                 f"`train.global_batch_size` is {global_batch_size}, but there are only {num_samples} samples; "
                 f"lower it to {num_samples} or add data"
             )
-        self.num_samples, self.global_batch_size, self._seed = num_samples, global_batch_size, seed
+        self._draws = [(np.arange(num_samples), float(num_samples))] if draws is None else draws
+        self.samples_per_epoch = sum(per_epoch for _, per_epoch in self._draws)
+        if global_batch_size > self.samples_per_epoch:
+            raise UserError(
+                f"`train.global_batch_size` is {global_batch_size}, but an epoch draws only {self.samples_per_epoch:g} "
+                "samples; lower it, or raise `data.sources[].epochs`"
+            )
+        self.global_batch_size, self._seed = global_batch_size, seed
         self._epochs: dict[int, np.ndarray] = {}
 
+    @classmethod
+    def of(cls, samples: SampleShapes, global_batch_size: int, seed: int) -> Self:
+        """The batches of these samples, drawn as often as their sources ask for."""
+        return cls(len(samples), global_batch_size, seed, samples.draws())
+
     def steps_in(self, epochs: float) -> int:
-        """How many steps it takes to draw every sample `epochs` times."""
-        return steps_in_epochs(epochs, self.num_samples, self.global_batch_size)
+        """How many steps so many epochs take."""
+        return steps_in_epochs(epochs, self.samples_per_epoch, self.global_batch_size)
 
     def __getitem__(self, step: int) -> np.ndarray:
         start = step * self.global_batch_size
-        first, last = start // self.num_samples, (start + self.global_batch_size - 1) // self.num_samples
+        first = max(0, int(start / self.samples_per_epoch) - 1)
+        while self._drawn_before(first + 1) <= start:
+            first += 1
+        last = first
+        while self._drawn_before(last + 1) < start + self.global_batch_size:
+            last += 1
         stream = np.concatenate([self._shuffled(epoch) for epoch in range(first, last + 1)])
-        offset = start - first * self.num_samples
+        offset = start - self._drawn_before(first)
         return stream[offset : offset + self.global_batch_size]
 
+    def _drawn_before(self, epoch: int) -> int:
+        """How many samples the epochs before this one draw."""
+        return sum(_passed(epoch, per_epoch) for _, per_epoch in self._draws)
+
     def _shuffled(self, epoch: int) -> np.ndarray:
+        """The samples that an epoch draws, in their order."""
         if epoch not in self._epochs:
             self._epochs = {known: order for known, order in self._epochs.items() if known >= epoch - 1}
-            self._epochs[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self.num_samples)
+            drawn = [
+                self._of_source(number, index, _passed(epoch, per_epoch), _passed(epoch + 1, per_epoch))
+                for number, (index, per_epoch) in enumerate(self._draws)
+            ]
+            drawn = np.sort(np.concatenate(drawn))
+            self._epochs[epoch] = np.random.default_rng([self._seed, epoch]).permutation(drawn)
         return self._epochs[epoch]
+
+    def _of_source(self, number: int, index: np.ndarray, start: int, end: int) -> np.ndarray:
+        """Draws `start` to `end` of a source's samples."""
+        size, parts = len(index), [index[:0]]
+        for turn in range(start // size, -(-end // size)):
+            own = slice(max(start - turn * size, 0), min(end - turn * size, size))
+            is_whole = own == slice(0, size)
+            order = slice(None) if is_whole else np.random.default_rng([self._seed, turn, 1 + number]).permutation(size)
+            parts.append(index[order][own])
+        return np.concatenate(parts)
+
+
+def _passed(epoch: int, per_epoch: float) -> int:
+    """How many samples epochs before this one draw from a source."""
+    return math.floor(epoch * per_epoch + 1e-6)
 
 
 class EvaluationBatches:

@@ -54,7 +54,7 @@ _LENGTH = struct.Struct(">Q")
 def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:
     """The scheduler of a run, from its artifacts (read-only). Samples that no device can hold are left out."""
     samples, left_out, pricer = _open(config, shapes, costs, plan, evaluation=False)
-    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
 
 

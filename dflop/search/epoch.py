@@ -12,9 +12,10 @@ __all__ = ["Epoch", "hour_of", "price_note"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """One epoch: all samples once, in as many whole global batches as training takes for it."""
+    """One epoch of `num_samples` draws (by default of each sample once), in as many whole global batches as training
+    takes for it."""
 
-    num_samples: int
+    num_samples: float
     global_batch_size: int
     num_devices: int
 
@@ -27,7 +28,7 @@ class Epoch:
         return self.num_steps * step_s * self.num_devices / 3600
 
     def __str__(self) -> str:
-        return f"an epoch of {self.num_samples:,} samples, {self.num_steps:,} step{'s' * (self.num_steps > 1)}"
+        return f"an epoch of {self.num_samples:,.0f} samples, {self.num_steps:,} step{'s' * (self.num_steps > 1)}"
 
 
 def hour_of(cluster: ClusterConfig) -> str:

@@ -50,7 +50,7 @@ def _scheduled_s(
 ) -> float:
     """The mean step time of scheduled batches; infinite where a batch does not fit into memory."""
     pricer = pricer_of(candidate.plan, config, spec, costs)
-    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:
         try:
             return float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))

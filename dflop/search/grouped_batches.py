@@ -30,7 +30,7 @@ class GroupedBatches:
         costs.require_modules(module.name for module in spec.modules)
         size = config.train.global_batch_size
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
-        drawn = GlobalBatches(len(samples), size, config.seed)
+        drawn = GlobalBatches.of(samples, size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
         self._text = [np.array(loads_of("llm", shapes)) for shapes in self.shapes]
         # A plan must hold every sample, drawn or not. It does so if it holds each of these.

@@ -3,13 +3,14 @@
 from dflop.shapes.manifests import Shard, Source, SourceRecords, list_shards, list_sources
 from dflop.shapes.profile import ShapeProfiler, profile_shard
 from dflop.shapes.reader import ShapeReader
-from dflop.shapes.samples import MediaSizes, SampleShapes, load_samples, without_unencoded
+from dflop.shapes.samples import MediaSizes, Mixture, SampleShapes, load_samples, without_unencoded
 from dflop.shapes.text import BUNDLED_TOKENIZER, ChatTokenizer, tokenizer_folder
 
 __all__ = [
     "BUNDLED_TOKENIZER",
     "ChatTokenizer",
     "MediaSizes",
+    "Mixture",
     "SampleShapes",
     "ShapeProfiler",
     "ShapeReader",

@@ -1,10 +1,11 @@
 """One record of a manifest, read into a common form: its media and its turns.
 
-Two forms are read: LLaVA's `conversations` (`from`, `value`), and the chat form `messages` (`role`, `content`, where
-content is a text or a list of parts). Each medium has one placeholder in the text. `<image>` may stand for a video, as
-in LLaVA's own files. A medium is a path, or bytes that the manifest itself holds.
+Two forms are read: LLaVA's and ShareGPT's `conversations` (`from`, `value`), and OpenAI's `messages` (`role`,
+`content`, where content is a text or a list of parts). Each medium has one placeholder in the text. `<image>` may stand
+for a video, as in LLaVA's own files. A medium is a path, or bytes that the manifest itself holds.
 """
 
+import binascii
 import io
 import os
 import re
@@ -40,6 +41,9 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "ass
 _MAX_DETAIL = 1000
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
+_DATA_URL = re.compile("data:[^,]{0,100};base64,")
+# The types of parts that hold a medium, as Hugging Face and OpenAI call them, each with the medium's kind.
+_PARTS = {kind: kind for kind in MEDIA_KINDS} | {f"{kind}_url": kind for kind in MEDIA_KINDS} | {"input_audio": "audio"}
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
 
@@ -213,14 +217,28 @@ def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
         path = entry.get("path")
         name = path if is_text(path) and path else name
         entry = entry["bytes"] if entry.get("bytes") is not None else path
+    if isinstance(entry, str) and (header := _DATA_URL.match(entry)):
+        entry = _decoded(entry[header.end() :], where)
     if isinstance(entry, bytes):
         return EmbeddedBytes(name, entry)
     if isinstance(entry, Embedded) or (is_text(entry) and entry):
-        return entry
+        return entry.removeprefix("file://") if isinstance(entry, str) else entry
     shown = repr(entry)
     raise RecordError(
         "bad_record", f"{where} holds {shown[:80]}{'…' * (len(shown) > 80)}; it must be a path or a list of paths"
     )
+
+
+def _decoded(text: Any, where: str) -> bytes:
+    """The bytes of a medium that is written in base64.
+
+    Raises:
+        RecordError: bad_record.
+    """
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (TypeError, ValueError) as error:
+        raise RecordError("bad_record", f"{where} is not base64: {error}") from None
 
 
 def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | None]:
@@ -267,6 +285,9 @@ def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedd
         if not isinstance(speaker, str) or speaker not in _ROLES:
             raise RecordError("bad_record", f"{where} has the unknown speaker {speaker!r}; known: {', '.join(_ROLES)}")
         turns.append(Turn(_ROLES[speaker], content))
+    system = raw.get("system")  # as ShareGPT's exports have it, beside the turns
+    if is_text(system) and system and turns and turns[0].role != "system":
+        turns.insert(0, Turn("system", system))
     if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
         raise RecordError("empty", "no turn of the assistant holds any text: there is nothing to learn")
     return turns, parts
@@ -275,23 +296,29 @@ def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedd
 def _read_parts(content: list[Any], media: dict[str, list[str | Embedded]]) -> Iterator[str]:
     """The texts of a content's parts, with a placeholder for each medium.
 
-    A medium's part may name the file (`{type: image, image: …}`), which is then added to `media`, or leave that to the
-    record's `images`.
+    A medium's part may name the file (`{type: image, image: …}`, or `{type: image_url, image_url: {url: …}}`), which is
+    then added to `media`, or leave that to the record's `images`.
 
     Raises:
         RecordError: bad_record.
     """
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and is_text(part.get("text")):
+        name = part.get("type") if isinstance(part, dict) else None
+        kind = _PARTS.get(name) if isinstance(name, str) else None
+        if name == "text" and is_text(part.get("text")):
             yield part["text"]
-        elif kind in MEDIA_KINDS:
-            given = next((part[key] for key in (kind, "path", "bytes") if part.get(key) is not None), None)
+        elif kind is not None:
+            given = next((part[key] for key in (name, "path", "bytes") if part.get(key) is not None), None)
+            where = f"a part of type {name}"
+            if name == "input_audio" and isinstance(given, dict):
+                given = _decoded(given.get("data"), where)
+            elif name != kind and isinstance(given, dict):
+                given = given.get("url")
             if given is not None:
-                media[kind].append(_media_file(given, f"{kind}-{len(media[kind])}", f"a part of type {kind}"))
+                media[kind].append(_media_file(given, f"{kind}-{len(media[kind])}", where))
             yield f"<{kind}>"
         else:
-            raise RecordError("bad_record", "a part of `content` must be a text, image, video or audio with its `type`")
+            raise RecordError("bad_record", f"a part of `content` must have a `type` of text, {', '.join(_PARTS)}")
 
 
 def _json_name(value: Any) -> str:

@@ -15,7 +15,7 @@ from dflop.base import UserError
 from dflop.models import ModuleSpec
 from dflop.store import read_table
 
-__all__ = ["MEDIA_COLUMNS", "MediaSizes", "SampleShapes", "load_samples", "without_unencoded"]
+__all__ = ["MEDIA_COLUMNS", "MediaSizes", "Mixture", "SampleShapes", "load_samples", "without_unencoded"]
 
 # The columns of `samples` with the items of an encoder of these media, and with the tokens that the LLM gets from it.
 _COLUMNS = {
@@ -53,6 +53,27 @@ class MediaSizes:
         return np.split(self.values, np.cumsum(self.counts)[:-1]) if len(self) else []
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How often samples are drawn, by the name of their source.
+
+    Either each sample of a source is drawn `epochs` times in an epoch, or a source gets its `weights` part of as many
+    samples as there are.
+    """
+
+    epochs: dict[str, float]
+    weights: dict[str, float]
+
+    def draws(self, source: np.ndarray) -> list[tuple[np.ndarray, float]]:
+        """For samples of these sources, [num_samples]: the indices of each source's samples, and how many samples an
+        epoch draws from them."""
+        indices = {name: np.flatnonzero(source == name) for name in sorted(set(source))}
+        if not self.weights:
+            return [(index, self.epochs.get(name, 1.0) * len(index)) for name, index in indices.items()]
+        total = sum(self.weights[name] for name in indices)
+        return [(index, self.weights[name] / total * len(source)) for name, index in indices.items()]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleShapes:
     """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
@@ -72,14 +93,30 @@ class SampleShapes:
     target_tokens: np.ndarray
     media: MediaSizes | None = None
     sum_sq_items: np.ndarray | None = None
+    mixture: Mixture | None = None  # None: an epoch draws each sample once
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, index: np.ndarray) -> "SampleShapes":
         """The rows of some samples, by a mask or by positions."""
-        arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "encoders"}
+        arrays = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("encoders", "mixture")
+        }
         return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
+
+    def draws(self) -> list[tuple[np.ndarray, float]]:
+        """The samples of each source that is drawn apart, and how many of them an epoch draws (`Mixture.draws`)."""
+        if self.mixture is None:
+            return [(np.arange(len(self)), float(len(self)))]
+        return self.mixture.draws(self.source)
+
+    def times_drawn(self) -> np.ndarray:
+        """How often an epoch draws each sample, [num_samples]; a mean where that is no whole number."""
+        times = np.ones(len(self))
+        for index, per_epoch in self.draws():
+            times[index] = per_epoch / len(index)
+        return times
 
     def items_of(self, encoder: str) -> np.ndarray:
         """Items of each sample for one encoder, [num_samples]."""
@@ -127,7 +164,14 @@ def load_samples(
         kept_tokens=_columns(frame, kept),
         media=_media_sizes(frame),
         sum_sq_items=_sum_sq_items(frame, encoders),
+        mixture=None if evaluation else _mixture(path),
     ), left_out
+
+
+def _mixture(path: Path) -> Mixture | None:
+    sources = read_table(path, "sources", made_by="merge-shapes")
+    epochs, weights = (dict(sources["name", key].drop_nulls().rows()) for key in ("epochs", "weight"))
+    return Mixture(epochs, weights) if epochs or weights else None
 
 
 def without_unencoded(samples: pl.DataFrame, encoders: Sequence[ModuleSpec]) -> tuple[pl.DataFrame, dict[str, int]]:

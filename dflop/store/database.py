@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMA_VERSION", "read_meta", "read_table", "read_tables", "write_database"]
 
 # Raise this with every change of a table's columns or of their meaning: older files are then refused, not misread.
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 
 def read_table(path: Path, table: str, *, made_by: str) -> pl.DataFrame:

@@ -16,7 +16,7 @@ __all__ = ["HeldOut", "ShardFile", "write_shapes"]
 
 _SHAPES_SQL = """
 CREATE TABLE sources AS
-    SELECT name, path, media_root, sampling, digest, num_records FROM source_frame ORDER BY position;
+    SELECT name, path, media_root, sampling, digest, num_records, epochs, weight FROM source_frame ORDER BY position;
 
 CREATE TABLE records AS
     SELECT shard.position AS shard_position, shape.row AS shard_row, shard.source, shard.source_position,
@@ -128,7 +128,8 @@ def write_shapes(
 ) -> None:
     """Merge shard files into `samples`, `rejects`, `sources` and the views `shape_summary` and `reject_summary`.
 
-    `sources` has the columns name, path, media_root, sampling, digest and num_records, one row a source.
+    `sources` has the columns name, path, media_root, sampling, digest, num_records, and epochs and weight, of which
+    either may be null; one row a source.
     `sampled_rows` gives, for each randomly sampled source, the rows of its manifest that were drawn. Of records that
     share an id in a source only the first is kept; with `keep_duplicates` all are kept, with a number after the id.
     Samples that are `held_out` have `evaluation` true.

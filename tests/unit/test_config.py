@@ -258,6 +258,21 @@ def test_an_evaluation_needs_samples():
         assert load_config({"data": data, "train": {"evaluate_every": 5}}).data.has_evaluation
 
 
+def test_weights_of_sources_are_for_all_that_are_trained_on_or_for_none():
+    def of(*sources):
+        return load_config({"data": {"sources": [{"path": f"{n}.json"} | source for n, source in enumerate(sources)]}})
+
+    assert of({"weight": 1}, {"weight": 0.5}, {"evaluation": True}).data.sources[1].weight == 0.5
+    with pytest.raises(UserError, match=r"has a `weight` for 1\.json and none for 0\.json;.*every source one, or none"):
+        of({}, {"weight": 1})
+    with pytest.raises(UserError, match=r"`weight: 1` and `epochs: 2` for 0\.json; give one of them"):
+        of({"weight": 1, "epochs": 2})
+    with pytest.raises(UserError, match=r"`data\.sources\[0\]\.weight` is 0.0; it must be above 0"):
+        of({"weight": 0})
+    with pytest.raises(UserError, match=r"data\.sources\[0\]\.columns.*picture.*must be one of"):
+        of({"columns": {"picture": "image"}})
+
+
 def test_a_fixed_plan_may_not_need_more_devices_than_there_are():
     fixed = {"placement": "disjoint", "vision": {"dp": 2}, "llm": {"pp": 2, "dp": 2}}
     message = refusal({"plan": {"fixed": fixed}, "cluster": {"num_nodes": 1, "devices_per_node": 4}})
@@ -610,7 +625,7 @@ def test_selected_keys_are_plain_and_load_again():
         "data": {
             "sources": [
                 {"path": "a.json", "media_root": None, "sampling": "all", "name": None}
-                | {"trust_sizes": False, "evaluation": False}
+                | {"trust_sizes": False, "evaluation": False, "columns": {}, "epochs": None, "weight": None}
             ],
             "video": {"fps": 1.0, "max_frames": 32},
         },

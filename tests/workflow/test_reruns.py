@@ -67,7 +67,7 @@ def test_a_key_reruns_what_reads_it(finished, keys, rules):
 
 @pytest.mark.parametrize(
     ("change", "num_shards"),
-    [("a record", 1), ("a source more", 1), ("a source less", 0)],
+    [("a record", 1), ("a source more", 1), ("a source less", 0), ("another mixture", 0)],
 )
 def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change, num_shards):
     checkout, config = finished
@@ -81,6 +81,8 @@ def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change
     elif change == "a source more":
         other.write_text(json.dumps(records[:5]))
         sources.append({"path": "data/other.json"})
+    elif change == "another mixture":
+        sources = [source | {"weight": number} for number, source in enumerate(sources, start=1)]
     else:
         sources.pop()
     changed = checkout.write_config("changed.yaml", data={**CONFIG["data"], "sources": sources})

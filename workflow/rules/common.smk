@@ -149,6 +149,7 @@ def config_for_shard(wildcards):
             "media_root": str(source.media_root),
             "sampling": source.sampling,
             "trust_sizes": source.trust_sizes,
+            "columns": dict(source.columns),
         }
     ]
     part["seed"] = seed_for([source])

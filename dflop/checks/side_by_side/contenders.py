@@ -62,7 +62,7 @@ def contenders(
     Raises:
         UserError: when no assignment of a batch to our plan is found that fits into memory.
     """
-    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     shapes = {step: samples.take(batches[step]) for step in range(max(num_steps, NUM_TRIED))}
     pricer = pricer_of(plan, config, spec, costs)
     found = []

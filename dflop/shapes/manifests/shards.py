@@ -77,13 +77,13 @@ class SourceRecords:
         return range(len(self) - count, len(self)) if how == "end" else range(count)
 
     def read(self, row: int) -> Any | RecordError:
-        """One raw record, or why it cannot be read.
+        """One raw record, with the keys that `Source.columns` renames, or why it cannot be read.
 
         Raises:
             IndexError: when the manifest has no such row.
         """
         file, offset = self._locate(row)
-        return self.files[file].read(offset)
+        return self.source.renamed(self.files[file].read(offset))
 
     def read_shard(self, shard: Shard, start: int = 0, end: int | None = None) -> Iterator[Any | RecordError]:
         """The raw records of a shard, or those at `[start, end)` in it."""

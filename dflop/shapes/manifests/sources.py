@@ -35,6 +35,9 @@ class Source:
     sampling: str = "all"
     trust_sizes: bool = False
     evaluation: bool = False
+    columns: tuple[tuple[str, str], ...] = ()  # keys of a record, each with the manifest's own name for it
+    epochs: float | None = None
+    weight: float | None = None
 
     @property
     def label(self) -> str:
@@ -46,8 +49,16 @@ class Source:
     @property
     def key(self) -> str:
         """A digest of the settings that decide which samples this source's records become."""
-        parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes))
+        parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes), *chain(*self.columns))
         return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def renamed(self, raw: Any) -> Any:
+        """A raw record with the manifest's own names replaced; one that lacks a named column lacks its key."""
+        if not self.columns or not isinstance(raw, dict):
+            return raw
+        taken = {name for _, name in self.columns} | {key for key, _ in self.columns}
+        kept = {key: value for key, value in raw.items() if key not in taken}
+        return kept | {key: raw[name] for key, name in self.columns if name in raw}
 
     def files(self) -> list[Path]:
         """The manifest's files, in order.
@@ -101,7 +112,7 @@ def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]
     """The entry with its possible names, the shortest first; for a list of datasets, the entries of that list.
 
     Raises:
-        UserError: when a list of datasets cannot be read, or its entry has a sampling of its own.
+        UserError: when a list of datasets cannot be read, or its entry has a sampling of its own or a weight.
     """
     path = Path(entry.path)
     if path.suffix not in (".yaml", ".yml"):
@@ -111,6 +122,11 @@ def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]
         raise UserError(
             f"the source {path} is a list of datasets, each with its own `sampling_strategy`; "
             f"remove `sampling: {entry.sampling}`"
+        )
+    if entry.weight is not None:
+        raise UserError(
+            f"the source {path} is a list of datasets, and its `weight: {entry.weight:g}` would be that of each; name "
+            "its manifests in `data.sources`, each with a weight"
         )
     for listed in _read_list(path):
         manifest = Path(listed["json_path"])
@@ -179,6 +195,9 @@ def _fill_defaults(entry: SourceConfig, name: str) -> Source:
         sampling=entry.sampling,
         trust_sizes=entry.trust_sizes,
         evaluation=entry.evaluation,
+        columns=tuple(sorted(entry.columns.items())),
+        epochs=entry.epochs,
+        weight=entry.weight,
     )
 
 

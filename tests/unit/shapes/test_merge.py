@@ -151,6 +151,27 @@ def test_a_source_that_is_named_twice_counts_twice_and_is_profiled_once():
     assert len(list(Path("shapes").iterdir())) < 5
 
 
+@pytest.mark.parametrize(
+    ("asked", "drawn"), [({"epochs": (2.0, None)}, [20.0, 30.0]), ({"weight": (3, 1)}, [30.0, 10.0]), ({}, [40.0])]
+)
+def test_training_draws_sources_as_often_as_the_config_says(asked, drawn):
+    """The database says it, so that plan and schedule follow it without reading the config's sources."""
+    for name, count in (("small", 10), ("large", 30)):
+        write_records(f"{name}.json", [{"id": n, "conversations": talk("?")} for n in range(count)])
+    values = [{key: of_sources[number] for key, of_sources in asked.items()} for number in range(2)]
+    shapes_of({"sources": [{"path": f"{name}.json"} | values[n] for n, name in enumerate(("small", "large"))]})
+    samples, _ = load_samples(Path("shapes.duckdb"), load_model_spec(ModelConfig()).encoders)
+    assert sorted(per_epoch for _, per_epoch in samples.take(np.arange(len(samples))).draws()) == sorted(drawn)
+    assert samples.times_drawn().sum() == sum(drawn)
+
+
+def test_a_manifest_may_have_names_of_its_own_for_a_records_keys():
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    write_records("own.json", [{"uid": "a", "chat": chat, "messages": "of another kind"}])
+    tables, _ = shapes_of({"sources": [{"path": "own.json", "columns": {"messages": "chat", "id": "uid"}}]})
+    assert [row[2] for row in tables["samples"]] == ["a"]
+
+
 def test_an_empty_id_is_none():
     write_records("a.json", [{"id": name, "conversations": talk("hello")} for name in ("", None, "", "x", 0)])
     tables, _ = shapes_of({"sources": [{"path": "a.json"}]})

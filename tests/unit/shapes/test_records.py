@@ -27,7 +27,9 @@ any_text = st.text(st.characters(), max_size=8)
 texts = (
     st.lists(st.sampled_from(["<image>", "<video>", "<audio>", "look", "", " "]), max_size=4).map("".join) | any_text
 )
-keys = st.sampled_from(["type", "text", "image", "video", "path", "bytes", "from", "value", "role", "content"])
+keys = st.sampled_from(
+    ["type", "text", "image", "video", "path", "bytes", "from", "value", "role", "content", "url", "data"]
+)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | keys, inner, max_size=3),
@@ -35,8 +37,9 @@ anything = st.recursive(
 )
 embedded = st.fixed_dictionaries({}, optional={"bytes": st.binary() | anything, "path": texts | anything})
 parts = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "image", "video", "audio"]) | anything},
-    optional={"text": texts | anything, "image": embedded | texts, "video": anything, "path": texts, "bytes": anything},
+    {"type": st.sampled_from(["text", "image", "video", "audio", "image_url", "input_audio"]) | anything},
+    optional={"text": texts | anything, "image": embedded | texts, "video": anything, "path": texts, "bytes": anything}
+    | {"image_url": texts | st.just("data:;base64,?") | anything, "input_audio": anything},
 )
 
 
@@ -58,6 +61,7 @@ nearly_records = st.fixed_dictionaries(
         "audio": anything,
         "conversations": listed_turns("from", "value"),
         "messages": listed_turns("role", "content"),
+        "system": texts | anything,
     },
 )
 
@@ -142,6 +146,34 @@ def test_the_parts_of_a_message_hold_media_or_leave_them_to_the_record():
     assert table.media == (Medium("image", EmbeddedBytes("image-0", b"x")),)
 
 
+def test_parts_in_openais_form_are_read_and_what_they_hold_in_base64_is_decoded():
+    parts = [
+        {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}},
+        {"type": "image_url", "image_url": "data:image/png;base64,eA=="},
+        {"type": "video_url", "video_url": {"url": "file:///clips/b.mp4"}},
+        {"type": "input_audio", "input_audio": {"data": "eXo=", "format": "wav"}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    record = parse_record({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "It."}]})
+    assert record.media == (
+        Medium("image", "a.png"),
+        Medium("image", EmbeddedBytes("image-1", b"x")),
+        Medium("video", "/clips/b.mp4"),
+        Medium("audio", EmbeddedBytes("audio-0", b"yz")),
+    )
+    assert record.turns[0].content == "<image><image><video><audio>What is this?"
+
+
+def test_a_system_text_beside_the_turns_is_their_first_unless_they_have_one():
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+    assert parse_record({"conversations": turns, "system": "Be kind."}).turns[0] == Turn("system", "Be kind.")
+    own = [{"from": "system", "value": "Be brief."}, *turns]
+    assert [turn.content for turn in parse_record({"conversations": own, "system": "x"}).turns][:2] == [
+        "Be brief.",
+        "Hi",
+    ]
+
+
 @pytest.mark.parametrize(
     ("images", "width", "height", "sizes"),
     [
@@ -216,10 +248,17 @@ def test_a_mismatch_says_how_many_there_are_of_each():
         (1.5, "this is a number"),
         ({"conversations": ["hello"]}, "`conversations[0]` needs `from` and a text in `value`"),
         ({"messages": [{"role": "user", "content": 3}]}, "needs `role` and a text in `content`"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of `content` must be a text, image"),
-        ({"messages": [{"role": "user", "content": ["hello"]}]}, "must be a text, image, video or audio with its"),
-        ({"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}, "audio with its `type`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "a part of `content` must have a `type` of text, image",
+        ),
+        ({"messages": [{"role": "user", "content": ["hello"]}]}, "must have a `type` of text, image, video"),
+        ({"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}, "must have a `type`"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}, "a part of type image holds 3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:x;base64,?"}]}]},
+            "a part of type image_url is not base64",
+        ),
         ({"conversations": [{"from": "human", "value": [{"type": "text", "text": "a"}]}]}, "and a text in `value`"),
         (
             {"conversations": [{"from": "narrator", "value": "Once"}]},

@@ -199,6 +199,8 @@ def test_a_list_takes_no_sampling_of_its_own():
     write_list([{"json_path": "a.json"}])
     with pytest.raises(UserError, match=r"the source mix\.yaml is a list of datasets.*remove `sampling: first:3`"):
         sources_of(SourceConfig(path="mix.yaml", sampling="first:3"))
+    with pytest.raises(UserError, match=r"mix\.yaml is a list of datasets, and its `weight: 2` would be that of each"):
+        sources_of(SourceConfig(path="mix.yaml", weight=2))
 
 
 @pytest.mark.parametrize(
