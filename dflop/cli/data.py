@@ -69,7 +69,7 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
 
 
 def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, ...]:
-    from dflop.shapes.records import MEDIA_KINDS
+    from dflop.shapes.record_media import MEDIA_KINDS
 
     return tuple(kind for kind in MEDIA_KINDS if without_encoder == "reject" and kind not in encoded)
 

@@ -25,7 +25,8 @@ from dflop.models import SOUND_RATE_HZ, ModelSpec, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, SegmentEnds, TextBatch
 from dflop.shapes.manifests import Source, SourceRecords
 from dflop.shapes.reader import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
-from dflop.shapes.records import Medium, Record, RecordError, parse_record
+from dflop.shapes.record_media import Medium, RecordError
+from dflop.shapes.records import Record, parse_record
 from dflop.shapes.text import ChatTokenizer
 
 __all__ = [

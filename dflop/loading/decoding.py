@@ -27,7 +27,7 @@ from dflop.models.microbatch import MediaProcessor
 from dflop.shapes.media import frame_indices, header_of_opened, open_clip, open_medium, open_picture
 from dflop.shapes.media_limits import MediaLimits, TookTooLong, decoding
 from dflop.shapes.reader import MediumSize
-from dflop.shapes.records import Embedded, Medium, RecordError, resolve_medium
+from dflop.shapes.record_media import Embedded, Medium, RecordError, resolve_medium
 
 __all__ = ["MediaDecoder"]
 

@@ -26,7 +26,7 @@ from dflop.models import load_model_spec, load_runtime
 from dflop.shapes.manifests import list_sources
 from dflop.shapes.media import open_medium
 from dflop.shapes.reader import MediumSize
-from dflop.shapes.records import RecordError, resolve_medium
+from dflop.shapes.record_media import RecordError, resolve_medium
 from dflop.shapes.samples import SampleShapes, load_samples
 from dflop.shapes.text import tokenizer_folder
 from dflop.store import LOADING_SCHEMA, read_table

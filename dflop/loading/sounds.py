@@ -14,7 +14,7 @@ import numpy as np
 from dflop.models import SOUND_RATE_HZ
 from dflop.shapes.media import open_clip
 from dflop.shapes.media_limits import MediaLimits, TookTooLong, unreadable
-from dflop.shapes.records import Embedded, RecordError
+from dflop.shapes.record_media import Embedded, RecordError
 from dflop.shapes.sounds import open_sound
 
 __all__ = ["read_sound"]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 
 from dflop.base import UserError
-from dflop.shapes.records import RecordError, Turn, is_text
+from dflop.shapes.record_media import RecordError, is_text
+from dflop.shapes.records import Turn
 from dflop.shapes.template_language import MARKS, has_generation_blocks, make_environment
 from dflop.shapes.template_limits import STEPS, Steps, TooManySteps
 

@@ -31,7 +31,7 @@ from dflop.shapes.media_limits import (
     decoding,
     unreadable,
 )
-from dflop.shapes.records import Embedded, ImageSize
+from dflop.shapes.record_media import Embedded, ImageSize
 from dflop.shapes.webp import webp_size
 
 __all__ = [

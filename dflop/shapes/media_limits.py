@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dflop.config import DataConfig
 from dflop.models import SOUND_RATE_HZ
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 __all__ = [
     "CLIP_FORMATS",

@@ -21,7 +21,8 @@ import polars as pl
 from dflop.base import UserError
 from dflop.shapes.manifests import Shard, Source, SourceRecords
 from dflop.shapes.reader import MediumShape, PlacedText, ShapeReader, expand_text
-from dflop.shapes.records import Medium, Record, RecordError, parse_record, record_id
+from dflop.shapes.record_media import Medium, RecordError
+from dflop.shapes.records import Record, parse_record, record_id
 from dflop.shapes.samples import MEDIA_COLUMNS
 from dflop.shapes.text import ChatTokenizer
 from dflop.shapes.token_counts import TextCounts

@@ -18,7 +18,8 @@ from dflop.config import DataConfig
 from dflop.models import SOUND_RATE_HZ, ItemCount, ShapeRules
 from dflop.shapes.media import VideoHeader, frame_indices, image_size, video_header
 from dflop.shapes.media_limits import MediaLimits
-from dflop.shapes.records import MEDIA_KINDS, Embedded, ImageSize, Medium, Record, RecordError, Turn, resolve_medium
+from dflop.shapes.record_media import MEDIA_KINDS, Embedded, ImageSize, Medium, RecordError, resolve_medium
+from dflop.shapes.records import Record, Turn
 from dflop.shapes.sounds import AudioHeader, audio_header
 from dflop.shapes.text import TokenizedText
 

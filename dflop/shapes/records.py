@@ -5,96 +5,30 @@ Two forms are read: LLaVA's and ShareGPT's `conversations` (`from`, `value`), an
 for a video, as in LLaVA's own files. A medium is a path, or bytes that the manifest itself holds.
 """
 
-import binascii
-import io
-import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 from dflop.base import printable
+from dflop.shapes.record_media import (
+    MEDIA_KINDS,
+    Embedded,
+    ImageSize,
+    Medium,
+    RecordError,
+    from_base64,
+    is_text,
+    medium_file,
+)
 
-__all__ = [
-    "MEDIA_KINDS",
-    "Embedded",
-    "EmbeddedBytes",
-    "ImageSize",
-    "Medium",
-    "Record",
-    "RecordError",
-    "Turn",
-    "is_text",
-    "media_paths",
-    "parse_record",
-    "record_id",
-    "resolve_medium",
-]
-
-MEDIA_KINDS = ("image", "video", "audio")
+__all__ = ["Record", "Turn", "media_paths", "parse_record", "record_id"]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_MAX_DETAIL = 1000
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
-_DATA_URL = re.compile("data:[^,]{0,100};base64,")
 # The types of parts that hold a medium, as Hugging Face and OpenAI call them, each with the medium's kind.
 _PARTS = {kind: kind for kind in MEDIA_KINDS} | {f"{kind}_url": kind for kind in MEDIA_KINDS} | {"input_audio": "audio"}
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
-
-
-class RecordError(Exception):
-    """Why one record cannot be used: `reason` is one of `store.REJECT_REASONS`, `detail` a sentence for the user."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
-        self.detail = printable(detail[:_MAX_DETAIL])
-        super().__init__(self.detail)
-
-
-class ImageSize(NamedTuple):
-    """Pixels."""
-
-    width: int
-    height: int
-
-
-@dataclass(frozen=True)
-class Embedded(ABC):
-    """A medium that lies inside its manifest; `name` is for messages."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-    @abstractmethod
-    def open(self) -> BinaryIO:
-        """The medium's bytes as a seekable file."""
-
-
-@dataclass(frozen=True)
-class EmbeddedBytes(Embedded):
-    """A medium whose bytes are in memory."""
-
-    content: bytes = field(repr=False)
-
-    def open(self) -> BinaryIO:
-        return io.BytesIO(self.content)
-
-
-@dataclass(frozen=True, slots=True)
-class Medium:
-    """One of `MEDIA_KINDS`. `file` is a path under the media root or the embedded medium; `size` is the one that the
-    record gives, if the source's sizes are trusted."""
-
-    kind: str
-    file: str | Embedded
-    size: ImageSize | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,45 +84,6 @@ def record_id(raw: Any) -> str | None:
     return None if given in (None, "") else printable(str(given))
 
 
-def resolve_medium(media_root: Path, medium: Medium) -> Path | Embedded:
-    """The path of a medium, or the embedded medium. A path must lie inside `media_root` after all links are followed.
-
-    Raises:
-        RecordError: path_escape or missing_media.
-    """
-    if isinstance(medium.file, Embedded):
-        return medium.file
-    if _URL.match(medium.file):
-        raise RecordError(
-            "missing_media",
-            f"{medium.file} is a URL, and nothing is fetched: download it and give a path under {media_root}",
-        )
-    root = _resolved(media_root.absolute())
-    try:
-        path = (root / medium.file).resolve()
-        is_file = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that lead in a circle
-        raise RecordError("missing_media", f"{medium.file!r}: {getattr(error, 'strerror', None) or error}") from None
-    if not path.is_relative_to(root):
-        if Path(os.path.normpath(root / medium.file)).is_relative_to(root):
-            raise RecordError(
-                "path_escape",
-                f"{medium.file} is a link to {path}, outside the media root {media_root}; make "
-                "`data.sources[].media_root` a folder that holds both, or copy the file",
-            )
-        raise RecordError(
-            "path_escape", f"{medium.file} lies outside the media root {media_root} (`data.sources[].media_root`)"
-        )
-    if not is_file:
-        raise RecordError("missing_media", f"{medium.file} is not a file under {media_root}")
-    return path
-
-
-@lru_cache(maxsize=256)
-def _resolved(folder: Path) -> Path:
-    return folder.resolve()
-
-
 def _media_files(raw: dict[str, Any], kind: str, parts: list[str | Embedded]) -> list[str | Embedded]:
     """A record's media of one kind. A record may name them under several keys, but not different ones.
 
@@ -199,46 +94,12 @@ def _media_files(raw: dict[str, Any], kind: str, parts: list[str | Embedded]) ->
     for key in (kind, f"{kind}s"):
         value = raw.get(key)
         entries = value if isinstance(value, list) else [] if value is None or value == "" else [value]
-        files = [_media_file(entry, f"{kind}-{number}", f"`{key}`") for number, entry in enumerate(entries)]
+        files = [medium_file(entry, f"{kind}-{number}", f"`{key}`") for number, entry in enumerate(entries)]
         if files:
             given[f"`{key}`"] = files
     if any(files != other for files, other in pairwise(given.values())):
         raise RecordError("bad_record", f"{' and '.join(given)} give different media; keep one of them")
     return next(iter(given.values()), [])
-
-
-def _media_file(entry: Any, name: str, where: str) -> str | Embedded:
-    """A path, or a medium that the record holds: bytes, or Hugging Face's `{bytes, path}`.
-
-    Raises:
-        RecordError: bad_record.
-    """
-    if isinstance(entry, dict) and ("bytes" in entry or "path" in entry):
-        path = entry.get("path")
-        name = path if is_text(path) and path else name
-        entry = entry["bytes"] if entry.get("bytes") is not None else path
-    if isinstance(entry, str) and (header := _DATA_URL.match(entry)):
-        entry = _decoded(entry[header.end() :], where)
-    if isinstance(entry, bytes):
-        return EmbeddedBytes(name, entry)
-    if isinstance(entry, Embedded) or (is_text(entry) and entry):
-        return entry.removeprefix("file://") if isinstance(entry, str) else entry
-    shown = repr(entry)
-    raise RecordError(
-        "bad_record", f"{where} holds {shown[:80]}{'…' * (len(shown) > 80)}; it must be a path or a list of paths"
-    )
-
-
-def _decoded(text: Any, where: str) -> bytes:
-    """The bytes of a medium that is written in base64.
-
-    Raises:
-        RecordError: bad_record.
-    """
-    try:
-        return binascii.a2b_base64(text, strict_mode=True)
-    except (TypeError, ValueError) as error:
-        raise RecordError("bad_record", f"{where} is not base64: {error}") from None
 
 
 def _trusted_sizes(raw: dict[str, Any], num_images: int) -> list[ImageSize | None]:
@@ -311,11 +172,11 @@ def _read_parts(content: list[Any], media: dict[str, list[str | Embedded]]) -> I
             given = next((part[key] for key in (name, "path", "bytes") if part.get(key) is not None), None)
             where = f"a part of type {name}"
             if name == "input_audio" and isinstance(given, dict):
-                given = _decoded(given.get("data"), where)
+                given = from_base64(given.get("data"), where)
             elif name != kind and isinstance(given, dict):
                 given = given.get("url")
             if given is not None:
-                media[kind].append(_media_file(given, f"{kind}-{len(media[kind])}", where))
+                media[kind].append(medium_file(given, f"{kind}-{len(media[kind])}", where))
             yield f"<{kind}>"
         else:
             raise RecordError("bad_record", f"a part of `content` must have a `type` of text, {', '.join(_PARTS)}")
@@ -325,11 +186,6 @@ def _json_name(value: Any) -> str:
     """What JSON calls a value that is no object."""
     names = {type(None): "null", bool: "true or false", str: "a text", list: "a list"}
     return names.get(type(value), "a number")
-
-
-def is_text(value: Any) -> bool:
-    """Whether a value is a str without unpaired surrogates, which no tokenizer, table or file system accepts."""
-    return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
 
 
 def _match_placeholders(turns: list[Turn], by_kind: dict[str, list[Medium]]) -> tuple[list[Turn], list[Medium]]:

@@ -11,7 +11,7 @@ import soundfile
 
 from dflop.shapes.media import open_clip, open_medium
 from dflop.shapes.media_limits import MediaLimits, unreadable
-from dflop.shapes.records import Embedded
+from dflop.shapes.record_media import Embedded
 
 __all__ = ["AudioHeader", "audio_header", "open_sound"]
 

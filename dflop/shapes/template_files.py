@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflop.base import UserError
-from dflop.shapes.records import is_text
+from dflop.shapes.record_media import is_text
 
 __all__ = ["TemplateFile", "read_named_tokens", "read_template", "write_template"]
 

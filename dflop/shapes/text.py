@@ -16,7 +16,8 @@ from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models import ShapeRules
 from dflop.shapes.chat_template import ChatTemplate, Rendered
-from dflop.shapes.records import MEDIA_KINDS, Turn
+from dflop.shapes.record_media import MEDIA_KINDS
+from dflop.shapes.records import Turn
 from dflop.shapes.template_files import TemplateFile, read_named_tokens, read_template, write_template
 from dflop.shapes.token_counts import TextCounts, WordCounter
 

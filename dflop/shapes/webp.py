@@ -4,7 +4,7 @@ import struct
 from typing import BinaryIO
 
 from dflop.shapes.endings import is_cut_off
-from dflop.shapes.records import ImageSize
+from dflop.shapes.record_media import ImageSize
 
 __all__ = ["webp_size"]
 

@@ -26,7 +26,8 @@ from dflop.demo import make_demo_data
 from dflop.models import load_model_spec
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.shapes import ShapeReader, load_samples
-from dflop.shapes.records import Medium, Record
+from dflop.shapes.record_media import Medium
+from dflop.shapes.records import Record
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -22,7 +22,8 @@ from dflop.models import load_model_spec
 from dflop.shapes import ShapeReader, media_limits
 from dflop.shapes.media_limits import decoding
 from dflop.shapes.reader import MediumSize
-from dflop.shapes.records import EmbeddedBytes, Medium, Record, RecordError
+from dflop.shapes.record_media import EmbeddedBytes, Medium, RecordError
+from dflop.shapes.records import Record
 
 # Pillow warns of what is wrong in a picture before it gives up.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")

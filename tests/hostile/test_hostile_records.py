@@ -17,7 +17,8 @@ from dflop.config import DataConfig, SourceConfig
 from dflop.shapes import list_sources
 from dflop.shapes.chat_template import ChatTemplate
 from dflop.shapes.manifests.index import ManifestFile
-from dflop.shapes.records import RecordError, Turn, parse_record
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import Turn, parse_record
 
 TURNS = [{"from": "human", "value": "<image>\nWhat is it, “é”?"}, {"from": "gpt", "value": "A dog. " * 20}]
 RECORDS = [{"id": f"{number}", "image": f"{number}.jpg", "conversations": TURNS} for number in range(20)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dflop.base import UserError
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 __all__ = [
     "CUT_OFF",

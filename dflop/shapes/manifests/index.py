@@ -18,7 +18,7 @@ from dflop.base.artifacts import cache_folder
 from dflop.shapes.manifests.entries import DIGEST_BYTES, EntryReader, UnreadableFile
 from dflop.shapes.manifests.formats import is_table, open_reader
 from dflop.shapes.manifests.scan import NO_RECORD, write_index
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
 

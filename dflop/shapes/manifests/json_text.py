@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dflop.shapes.manifests.entries import CUT_OFF, DIGEST_BYTES, MAX_RECORD_BYTES, RecordSpan, UnreadableFile
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 __all__ = ["JsonLinesReader", "JsonListReader", "open_json"]
 

@@ -25,7 +25,8 @@ from dflop.base import UserError, written_whole
 from dflop.base.artifacts import cache_folder
 from dflop.shapes.manifests.index import ManifestFile, remove_outdated, stamp_of
 from dflop.shapes.manifests.sources import Source
-from dflop.shapes.records import RecordError, media_paths
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import media_paths
 
 __all__ = ["Shard", "SourceRecords", "list_shards"]
 

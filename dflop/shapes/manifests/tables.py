@@ -14,7 +14,7 @@ import numpy as np
 
 from dflop.base import UserError
 from dflop.shapes.manifests.entries import MAX_RECORD_BYTES, RecordSpan, UnreadableFile, sizes_and_digest
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 if TYPE_CHECKING:
     import pyarrow

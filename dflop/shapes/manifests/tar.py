@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflop.shapes.manifests.entries import CUT_OFF, DIGEST_BYTES, MAX_RECORD_BYTES, RecordSpan, UnreadableFile
-from dflop.shapes.records import MEDIA_KINDS, Embedded, RecordError, record_id
+from dflop.shapes.record_media import MEDIA_KINDS, Embedded, RecordError
+from dflop.shapes.records import record_id
 
 __all__ = ["TarMember", "TarReader"]
 

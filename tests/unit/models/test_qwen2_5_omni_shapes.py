@@ -20,7 +20,8 @@ from dflop.models import family_for, load_model_spec
 from dflop.models.qwen2_5_omni_thinker import PRESETS, make_spec
 from dflop.models.qwen2_5_omni_thinker.processing import Qwen25OmniSounds
 from dflop.shapes.reader import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
-from dflop.shapes.records import RecordError, parse_record
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import parse_record
 from dflop.shapes.text import TokenizedText
 
 RATE = 16_000

@@ -25,7 +25,8 @@ from dflop.models.qwen2_5_vl import PRESETS, Qwen25VlShapes, make_spec
 from dflop.models.qwen2_5_vl.processing import Qwen25VlPatches
 from dflop.models.qwen2_5_vl.shapes import PixelLimits
 from dflop.shapes.reader import MediumSize, ShapeReader
-from dflop.shapes.records import RecordError, parse_record
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import parse_record
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen2_5_vl_7b", "as released"])

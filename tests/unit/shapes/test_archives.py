@@ -15,7 +15,7 @@ from dflop.shapes import Source
 from dflop.shapes.manifests import tar
 from dflop.shapes.manifests.formats import open_reader
 from dflop.shapes.manifests.tar import TarMember
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -12,7 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from dflop.base import UserError
 from dflop.shapes import template_limits
 from dflop.shapes.chat_template import ChatTemplate
-from dflop.shapes.records import RecordError, Turn
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import Turn
 from dflop.shapes.template_files import read_template
 from dflop.shapes.text import BUNDLED_TOKENIZER
 

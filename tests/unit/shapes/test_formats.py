@@ -19,7 +19,7 @@ from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.shapes import Source, SourceRecords, list_shards
 from dflop.shapes.manifests.formats import open_reader
 from dflop.shapes.reader import MediumSize
-from dflop.shapes.records import EmbeddedBytes
+from dflop.shapes.record_media import EmbeddedBytes
 from dflop.shapes.samples import MEDIA_COLUMNS
 from dflop.shapes.text import BUNDLED_TOKENIZER
 from dflop.store import SHARD_SCHEMA

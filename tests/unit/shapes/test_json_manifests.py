@@ -14,7 +14,7 @@ from dflop.base import UserError
 from dflop.shapes.manifests import json_text
 from dflop.shapes.manifests.formats import open_reader
 from dflop.shapes.manifests.json_text import JsonListReader
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

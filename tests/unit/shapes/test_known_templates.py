@@ -14,7 +14,8 @@ from transformers.utils import chat_template_utils
 
 from dflop.config import ModelConfig
 from dflop.models import load_model_spec
-from dflop.shapes.records import RecordError, Turn
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import Turn
 from dflop.shapes.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
 
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

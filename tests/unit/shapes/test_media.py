@@ -18,7 +18,7 @@ from dflop.config import DataConfig, VideoConfig
 from dflop.shapes import media, sounds
 from dflop.shapes.media import VideoHeader, frame_indices
 from dflop.shapes.media_limits import MediaLimits
-from dflop.shapes.records import EmbeddedBytes, RecordError
+from dflop.shapes.record_media import EmbeddedBytes, RecordError
 
 # Pillow warns of what is wrong in a TIFF before it gives up.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")

@@ -21,7 +21,8 @@ from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.shapes import ChatTokenizer, Source, list_shards, list_sources, profile_shard
 from dflop.shapes.reader import MediumSize
-from dflop.shapes.records import EmbeddedBytes, RecordError, parse_record
+from dflop.shapes.record_media import EmbeddedBytes, RecordError
+from dflop.shapes.records import parse_record
 from dflop.shapes.samples import MEDIA_COLUMNS
 from dflop.shapes.text import BUNDLED_TOKENIZER
 from dflop.store import MODALITIES, REJECT_REASONS, SHARD_SCHEMA

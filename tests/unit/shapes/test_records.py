@@ -8,18 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.shapes.records import (
-    MEDIA_KINDS,
-    EmbeddedBytes,
-    ImageSize,
-    Medium,
-    Record,
-    RecordError,
-    Turn,
-    media_paths,
-    parse_record,
-    resolve_medium,
-)
+from dflop.shapes.record_media import MEDIA_KINDS, EmbeddedBytes, ImageSize, Medium, RecordError, resolve_medium
+from dflop.shapes.records import Record, Turn, media_paths, parse_record
 from dflop.store import REJECT_REASONS
 
 speakers = st.sampled_from(["human", "gpt", "user", "assistant", "system", "narrator", None, 3])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dflop.base import UserError
 from dflop.shapes import Shard, Source, SourceRecords, list_shards
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

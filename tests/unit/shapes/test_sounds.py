@@ -13,7 +13,7 @@ from dflop.loading.sounds import read_sound
 from dflop.models import SOUND_RATE_HZ
 from dflop.shapes.media_limits import MediaLimits
 from dflop.shapes.reader import MediumSize
-from dflop.shapes.records import Medium, RecordError
+from dflop.shapes.record_media import Medium, RecordError
 from dflop.shapes.sounds import audio_header
 
 LIMITS = MediaLimits.of(DataConfig())

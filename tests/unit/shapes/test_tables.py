@@ -18,7 +18,7 @@ from dflop.shapes import Source
 from dflop.shapes.manifests import scan
 from dflop.shapes.manifests.formats import open_reader
 from dflop.shapes.manifests.index import ManifestFile
-from dflop.shapes.records import RecordError
+from dflop.shapes.record_media import RecordError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

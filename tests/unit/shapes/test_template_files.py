@@ -6,7 +6,8 @@ import pytest
 from transformers import LlavaOnevisionProcessor, PreTrainedTokenizerFast
 
 from dflop.base import UserError
-from dflop.shapes.records import RecordError, Turn
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import Turn
 from dflop.shapes.template_files import read_named_tokens, read_template, write_template
 from dflop.shapes.text import BUNDLED_TOKENIZER, ChatTokenizer
 

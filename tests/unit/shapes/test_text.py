@@ -14,7 +14,8 @@ from dflop.base import UserError
 from dflop.config import ModelConfig, load_config
 from dflop.models import ShapeRules, load_model_spec
 from dflop.shapes.reader import ShapeReader, expand_text
-from dflop.shapes.records import RecordError, Turn, parse_record
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import Turn, parse_record
 from dflop.shapes.text import BUNDLED_TOKENIZER, ChatTokenizer, TokenizedText
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
