@@ -28,7 +28,8 @@ LIMITS = (
     *("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.max_clip_pixels"),
     *("data.max_audio_samples", "data.max_decode_s", "data.video", "data.audio"),
 )
-_SHARDS = ("seed", "data.sources", "data.samples_per_shard", "data.watch_media")
+_SOURCES = ("data.sources", "data.max_samples")
+_SHARDS = ("seed", *_SOURCES, "data.samples_per_shard", "data.watch_media")
 # Without `cluster.gpu_hour_cost`, which only the report reads: another price reruns nothing else.
 _CLUSTER = (
     *("cluster.device", "cluster.num_nodes", "cluster.devices_per_node", "cluster.memory_gib"),
@@ -73,7 +74,7 @@ COMMANDS: dict[str, Command] = {
             "costs.repeats",
         ),
     ),
-    "profile-loading": Command("data.py", "loading", ("seed", "data.sources", "data.watch_media", *LIMITS, *_MODEL)),
+    "profile-loading": Command("data.py", "loading", ("seed", *_SOURCES, "data.watch_media", *LIMITS, *_MODEL)),
     "fit-costs": Command("costs.py", "costs", ()),
     "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan")),
     "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "schedule")),
@@ -82,7 +83,7 @@ COMMANDS: dict[str, Command] = {
         "training.py",
         "train",
         (
-            *("seed", "data.sources", "data.watch_media", "data.evaluation_share", *LIMITS),
+            *("seed", *_SOURCES, "data.watch_media", "data.evaluation_share", *LIMITS),
             *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),

@@ -70,6 +70,7 @@ class AudioConfig:
 @_section
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
+    max_samples: kinds.Count | None = None
     samples_per_shard: kinds.Count = 50_000
     watch_media: StrictBool = False
     duplicate_ids: Literal["reject", "keep"] = "reject"

@@ -70,8 +70,11 @@ class SourceRecords:
 
     @cached_property
     def kept(self) -> Sequence[int]:
-        """The rows that the sampling keeps, ascending: a range, or an int64 array for random sampling."""
+        """The rows that the sampling keeps, at most `max_samples`, ascending: a range, or an int64 array for random
+        sampling."""
         how, count = _amount_kept(self.source.sampling, len(self))
+        if self.source.max_samples is not None:
+            count = min(count, self.source.max_samples)
         if how == "random":
             words = np.concatenate([file.digest_words() for file in self.files])
             return _draw(words, count, key=f"{self.seed}/{self.source.label}")

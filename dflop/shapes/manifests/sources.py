@@ -38,6 +38,7 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()  # keys of a record, each with the manifest's own name for it
     epochs: float | None = None
     weight: float | None = None
+    max_samples: int | None = None  # at most so many of the records that `sampling` keeps
 
     @property
     def label(self) -> str:
@@ -49,7 +50,8 @@ class Source:
     @property
     def key(self) -> str:
         """A digest of the settings that decide which samples this source's records become."""
-        parts = (self.label, str(self.media_root), self.sampling, str(self.trust_sizes), *chain(*self.columns))
+        parts = [self.label, str(self.media_root), self.sampling, str(self.trust_sizes), *chain(*self.columns)]
+        parts += [] if self.max_samples is None else [str(self.max_samples)]
         return sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
     def renamed(self, raw: Any) -> Any:
@@ -90,7 +92,7 @@ def list_sources(data: DataConfig) -> list[Source]:
         raise UserError("`data.sources` is empty; name at least one manifest: `- {path: …/train.json}`")
     entries = list(chain.from_iterable(map(_open_lists, data.sources)))
     names = _tell_apart([names for _, names in entries])
-    return [_fill_defaults(entry, name) for (entry, _), name in zip(entries, names, strict=True)]
+    return [_fill_defaults(entry, name, data.max_samples) for (entry, _), name in zip(entries, names, strict=True)]
 
 
 def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
@@ -186,7 +188,7 @@ class _PlainTexts(BaseLoader):
         return super().compose_node(parent, index)
 
 
-def _fill_defaults(entry: SourceConfig, name: str) -> Source:
+def _fill_defaults(entry: SourceConfig, name: str, max_samples: int | None) -> Source:
     path = Path(entry.path)
     return Source(
         name=name,
@@ -198,6 +200,7 @@ def _fill_defaults(entry: SourceConfig, name: str) -> Source:
         columns=tuple(sorted(entry.columns.items())),
         epochs=entry.epochs,
         weight=entry.weight,
+        max_samples=max_samples,
     )
 
 

@@ -162,6 +162,21 @@ def test_every_strategy_of_a_list_keeps_what_llava_nexts_loader_does():
             assert kept == expected, strategy
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kept"), [("all", [0, 1, 2]), ("end:5", [7, 8, 9]), ("first:2", [0, 1]), ("random:50%", None)]
+)
+def test_of_each_source_at_most_max_samples_are_kept(sampling, kept):
+    write_records("a.json", count=10)
+    entry = SourceConfig(path="a.json", sampling=sampling)
+    (few,), (all_of_them,) = (list_sources(DataConfig(sources=[entry], max_samples=most)) for most in (3, None))
+    assert few.key != all_of_them.key
+    if kept is None:
+        assert set(ids_of(few)) < set(ids_of(all_of_them))
+        assert len(ids_of(few)) == 3
+    else:
+        assert ids_of(few) == [f"a.json/{number}" for number in kept]
+
+
 def test_an_entry_without_a_strategy_keeps_all():
     write_records("a.json", count=3)
     write_list([{"json_path": "a.json"}])
