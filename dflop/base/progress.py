@@ -25,6 +25,9 @@ def progress_bar(**arguments: Any) -> "tqdm":
         return tqdm(mininterval=0.2, **arguments)
 
     class Lines(tqdm):
+        monitor_interval = 0  # tqdm would start a thread for each class that is made here, and leave it running
+        _time = property(lambda self: time.monotonic, lambda self, wall_clock: None)  # tqdm's own clock may be set
+
         def display(self, *_: Any, **__: Any) -> bool:
             self.fp.write(f"{time.strftime('%H:%M:%S')}  {progress_line(self.format_dict)}\n")
             self.fp.flush()
