@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dflop.base import UserError
 from dflop.models.tensor_group import Shard
 from dflop.train.adamw import Piece
+from dflop.train.checkpoint_index import IndexReader
 
 __all__ = ["Part", "load_tensors", "save_tensors"]
 
@@ -80,11 +81,12 @@ def load_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup |
     """Read what the parts hold, in place; every rank must call this. Ranks communicate over `group`.
 
     Raises:
-        UserError: when the checkpoint lacks values that this rank needs.
+        UserError: when the checkpoint lacks values that this rank needs, or its index is refused (`checkpoint_index`).
     """
     blocks = [block for part in parts for block in _blocks(part, part.parameters)]
-    planner = _LoadPlanner(blocks, _reads(folder, blocks))
-    dcp.load({}, checkpoint_id=folder, planner=planner, process_group=group)
+    reader = IndexReader(folder)
+    planner = _LoadPlanner(blocks, _reads(reader, blocks))
+    dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -125,13 +127,13 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return self._blocks[index.fqn, index.offset].values
 
 
-def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
+def _reads(reader: IndexReader, blocks: Sequence[_Block]) -> list[ReadItem]:
     """The reads that fill these blocks from those of a checkpoint.
 
     Raises:
         UserError: when the checkpoint lacks values of a block.
     """
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = reader.read_metadata().state_dict_metadata
     of_name: dict[str, list[_Block]] = {}
     for block in blocks:
         of_name.setdefault(block.name, []).append(block)
@@ -144,7 +146,7 @@ def _reads(folder: Path, blocks: Sequence[_Block]) -> list[ReadItem]:
         num_wanted = sum(block.values.numel() for block in wanted)
         if num_found != num_wanted:
             raise UserError(
-                f"{folder} holds {num_found} of {num_wanted} values of {name}; it is not whole, so delete it, and "
+                f"{reader.path} holds {num_found} of {num_wanted} values of {name}; it is not whole, so delete it, and "
                 "training goes on from the checkpoint before"
             )
         reads += found

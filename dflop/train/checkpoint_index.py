@@ -1,0 +1,69 @@
+"""The index of a checkpoint's tensors, `.metadata`, which torch writes as a pickle: read without running its code.
+
+A pickle may name any function for its reader to call. Here it may name the classes of an index, and nothing else.
+"""
+
+import io
+import pickle
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+from torch.serialization import _get_layout
+
+from dflop.base import UserError
+
+__all__ = ["IndexReader"]
+
+_NAMED = {
+    **{
+        (of.__module__, of.__name__): of
+        for of in (
+            metadata.Metadata,
+            metadata.TensorStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.TensorProperties,
+            metadata.MetadataIndex,
+            metadata.StorageMeta,
+            metadata._MEM_FORMAT_ENCODING,
+            filesystem._StorageInfo,
+            _get_layout,
+        )
+    },
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)},
+    ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,  # as Python 3.13 calls it
+}
+
+
+class IndexReader(FileSystemReader):
+    """torch's reader of a checkpoint's folder, for checkpoints that `save_tensors` has written."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        """The index.
+
+        Raises:
+            UserError: when it is damaged, names a function or class of another kind, or a file of another folder.
+        """
+        path = Path(self.path) / ".metadata"
+        try:
+            index = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            strange = [info.relative_path for info in index.storage_data.values() if "/" in info.relative_path]
+        except Exception as error:  # a damaged pickle raises whatever it comes to
+            raise UserError(_refused(path, str(error) or type(error).__name__)) from None
+        if strange:
+            raise UserError(_refused(path, f"it names the file {strange[0]}"))
+        return index
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of dflop does")
+        return _NAMED[module, name]
+
+
+def _refused(path: Path, why: str) -> str:
+    return f"{path}: {why}; delete this checkpoint, and training goes on from the one before, if that is your own"
