@@ -1,6 +1,7 @@
 """Errors of loader processes in one line: bad samples, and processes that die or cannot hand over what they loaded.
 
-A loader hands tensors over in shared memory, as open files. Both are scarce in containers.
+A loader hands tensors over in shared memory, as open files. Both are scarce in containers. A rank that has too many
+files open for another reason gets a line as well, which blames no loader.
 """
 
 import errno
@@ -18,6 +19,9 @@ __all__ = ["allow_open_files", "end_if_not_handed_over", "in_one_line", "why_loa
 
 _OPEN_FILES = 65_536
 _NOTICED_S = 2.0
+# What Python says when a process sends an open file to one that may open no more, and what torch makes of it.
+_NO_FILE_CAME = "received 0 items of ancdata"
+_TORCH_TOLD = "Communication with the workers is no longer possible"
 
 
 def allow_open_files() -> None:
@@ -47,26 +51,37 @@ def in_one_line(error: UserError) -> str:
 
 
 def why_loading_ended(error: BaseException) -> str | None:
-    """One line on lost loader processes, from the error that torch raises in their rank; None for another error."""
-    if isinstance(error, (ConnectionError, EOFError)):  # perhaps a loader died while it handed something over
-        try:
+    """One line on lost loader processes or too many open files, from the error that is raised in a rank; None for
+    another error."""
+    if isinstance(error, (ConnectionError, EOFError)) or _NO_FILE_CAME in str(error):
+        try:  # perhaps a loader died while it handed something over
             time.sleep(_NOTICED_S)
         except RuntimeError as later:  # which torch raises in the main thread as soon as it notices
             error = later
     said = f"{error} {error.__cause__}"
-    if "DataLoader worker (pid" not in said and os.strerror(errno.EMFILE) not in said:
-        return None
     fewer = "or lower `train.loader_workers`"
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    more_files = f"needs more open files than {most}: ulimit -n {_OPEN_FILES}"
+    if f"exit code {errno.EMFILE}." in said or _was_not_handed_over(error):
+        return f"what loader processes hand over {more_files}, {fewer}"
+    if "DataLoader worker (pid" not in said:
+        return f"{error}: this rank {more_files}" if os.strerror(errno.EMFILE) in said else None
     if f"exit code {errno.ENOSPC}." in said or "Bus error" in said:
         size = shutil.disk_usage("/dev/shm").total / 2**30
         return (
             f"/dev/shm ({size:.3g} GiB) has no room for the microbatches that loader processes hand over: make it "
             f"larger (docker run --shm-size=16g), {fewer}"
         )
-    if f"exit code {errno.EMFILE}." in said or os.strerror(errno.EMFILE) in said:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        return f"loader processes need more open files than {most}: ulimit -n {_OPEN_FILES}, {fewer}"
     return (
         f"a loader process died: {str(error.__cause__ or error).split('. ')[0]}; see what it said above, or where host "
         f"memory is short, give the job more, {fewer}"
     )
+
+
+def _was_not_handed_over(error: BaseException) -> bool:
+    """Whether this rank could open no more files while it took tensors from a loader."""
+    if _NO_FILE_CAME in str(error) or _TORCH_TOLD in str(error):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    takes = any(frame.f_code.co_filename.endswith("torch/multiprocessing/reductions.py") for frame, _ in frames)
+    return takes and os.strerror(errno.EMFILE) in str(error)

@@ -1,5 +1,7 @@
 """A loader process that dies, or cannot hand over what it loaded, ends its run in one line that says the way out."""
 
+import errno
+import os
 import re
 
 import pytest
@@ -52,11 +54,18 @@ def test_what_ends_a_loader_ends_its_rank_in_one_line():
         ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...", "--shm-size"),
         ("DataLoader worker (pid 7) exited unexpectedly with exit code 24. Details are lost.", "ulimit -n"),
         ("Too many open files. Communication with the workers is no longer possible.", "ulimit -n"),
+        ("received 0 items of ancdata", "loader processes hand over needs more open files than .*ulimit -n"),
         ("DataLoader worker (pid 7) is killed by signal: Killed. ", "signal: Killed; see .* host memory is short"),
     ],
 )
-def test_the_line_names_what_is_short(error, said):
+def test_the_line_names_what_is_short(error, said, monkeypatch):
+    monkeypatch.setattr("dflop.train.lost_loaders._NOTICED_S", 0)
     assert re.search(said, why_loading_ended(RuntimeError(error)))
+
+
+def test_loaders_are_not_blamed_for_a_file_that_a_rank_itself_cannot_open():
+    reason = why_loading_ended(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "run/plan.yaml"))
+    assert re.search(r"open files: 'run/plan\.yaml': this rank needs more open files than \d+: ulimit -n \d+$", reason)
 
 
 def test_other_errors_are_left_to_themselves():
