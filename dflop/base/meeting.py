@@ -1,31 +1,28 @@
 """How the machines of a job find each other: torchrun's arguments for `base.rendezvous`, and what they name.
 
 On one machine nothing listens but gloo and NCCL, on loopback. Over several machines the first one listens at the
-address by which it reaches the second, at a port that the system chooses, and tells the others in a file of the run's
-folder, which all of them see. This file imports no torch.
+address by which it reaches the second, at a port that the system chooses, and tells the others (`first_node`). This
+file imports no torch.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflop.base.artifacts import written_whole
 from dflop.base.errors import UserError
+from dflop.base.first_node import hear, refusals_told, slurm_nodes, slurm_rank, told
 
-__all__ = ["LOOPBACK", "in_a_folder", "over_machines", "slurm_nodes"]
+__all__ = ["LOOPBACK", "in_a_folder", "over_machines"]
 
 # The environment of ranks that are all on one machine.
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
 _PORT_VARIABLE = "DFLOP_RENDEZVOUS_PORT"
-_BETWEEN_LOOKS_S, _LONGEST_WAIT_S = 0.2, 600
 
 
 @contextlib.contextmanager
@@ -44,11 +41,12 @@ def in_a_folder(num_nodes: int) -> Iterator[tuple[list[list[str]], list[int]]]:
 def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]], list[int]]]:
     """torchrun's arguments for this node of a Slurm step, and the file descriptors that it inherits.
 
-    `shared` is a folder that all nodes see. The first node's file there is deleted in the end.
+    `shared` is a folder that all nodes see. The nodes' files there are deleted in the end.
 
     Raises:
         UserError: when this runs outside `srun` or on fewer nodes, when the environment variable for the port holds no
-            port or one that is taken, or when the first node tells no address for ten minutes.
+            port or one that is taken, or when another node does not come for ten minutes; on all nodes, what the first
+            one is refused for (`first_node`).
     """
     nodes = slurm_nodes()
     if not nodes:
@@ -56,50 +54,26 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
             f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
             "profile does), or set `cluster.num_nodes: 1`"
         )
-    # A job that Slurm has put back into its queue keeps its number.
-    step = ".".join(os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    told, rank = shared / f".meeting-{step}", int(os.environ.get("SLURM_PROCID", "0"))
     names = _of_slurm("hostnames", nodes).split()
     if len(names) < num_nodes:
         raise UserError(f"`cluster.num_nodes` is {num_nodes}, this Slurm job has {len(names)} node(s); make them equal")
-    if rank > 0:
-        address, port = _told(told)
-        yield [_arguments(num_nodes, address, rank=rank, port=port)], []
+    if rank := slurm_rank():
+        said = hear(shared)
+        yield [_arguments(num_nodes, said["address"], rank=rank, port=said["port"])], []
         return
     own = os.environ.get("SLURMD_NODENAME", names[0])
-    with _listener(next((name for name in names if name != own), names[1])) as listener:
+    with refusals_told(shared, num_nodes):
+        listener = _listener(next((name for name in names if name != own), names[1]))
+    with listener:
         address, port, *_ = listener.getsockname()
-        with written_whole(told) as path:
-            path.touch(mode=0o600)
-            path.write_text(json.dumps([address, port]), encoding="utf-8")
-        try:
+        with told(shared, num_nodes, {"address": address, "port": port}):
             number = listener.fileno()
             yield [_arguments(num_nodes, address, rank=0, port=port, listener=number)], [number]
-        finally:
-            told.unlink(missing_ok=True)
-
-
-def slurm_nodes() -> str | None:
-    """The nodes of the Slurm step or job that this runs in, as Slurm writes them; None outside of one."""
-    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
 
 
 def _arguments(num_nodes: int, endpoint: str, **config: int) -> list[str]:
     conf = ",".join(f"{name}={value}" for name, value in config.items())
     return [f"--nnodes={num_nodes}", "--rdzv-backend=dflop", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}"]
-
-
-def _told(path: Path) -> tuple[str, int]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + _LONGEST_WAIT_S
-    while path.name not in os.listdir(path.parent):  # NFS looks anew at what is listed
-        if time.monotonic() > until:
-            raise UserError(
-                f"the first node has not written {path} for {_LONGEST_WAIT_S // 60} minutes; see what it says, and "
-                "check that all nodes see this folder"
-            )
-        time.sleep(_BETWEEN_LOOKS_S)
-    return tuple(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _listener(other: str) -> socket.socket:

@@ -18,8 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dflop.base.first_node import slurm_nodes, slurm_rank
 from dflop.base.gpu_environment import gpu_environment
-from dflop.base.meeting import LOOPBACK, in_a_folder, over_machines, slurm_nodes
+from dflop.base.meeting import LOOPBACK, in_a_folder, over_machines
 from dflop.base.signals import STOP_SIGNALS, SignalListener, children_of, stop_signals_blocked
 from dflop.config import ClusterConfig
 
@@ -124,7 +125,7 @@ def threads_per_rank(cluster: ClusterConfig, num_nodes_here: int = 1) -> int:
 
 def is_first_node(cluster: ClusterConfig) -> bool:
     """Whether this command is the one that prints for all nodes. Each node runs a command of its own."""
-    return cluster.num_nodes == 1 or os.environ.get("SLURM_PROCID", "0") == "0"
+    return cluster.num_nodes == 1 or slurm_rank() == 0
 
 
 def _main() -> int:

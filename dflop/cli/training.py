@@ -1,7 +1,7 @@
 """The last commands of the workflow: training with the plan, and the report of a run."""
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ __all__ = ["report_command", "train_command"]
 @may_emulate
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun starts its ranks, and a process beside them schedules the batches."""
+    from dflop.base.first_node import refusals_told
     from dflop.base.torchrun import is_first_node
     from dflop.config import set_steps
     from dflop.models import check_modules, check_runnable, load_model_spec
@@ -65,9 +66,11 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
         open_evaluation(config, shapes=shapes, costs=costs, plan=plan_path)
     generation = generation_of(config, data_digests, left_out["source", "row"].rows(), scheduler.pricer)
     out.mkdir(parents=True, exist_ok=True)
-    # Of several nodes the first one holds the lock, and the others wait for it.
     is_first = is_first_node(config.cluster)
-    with sole_use(out) if is_first else nullcontext():
+    with ExitStack() as held:
+        if is_first:  # of several nodes it holds the lock, and the others wait for its word
+            with refusals_told(out, config.cluster.num_nodes):
+                held.enter_context(sole_use(out))
         if checkpoint := finished_at(config, out, generation):
             click.echo(
                 f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "

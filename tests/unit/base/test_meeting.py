@@ -2,13 +2,21 @@
 
 import json
 import os
+import re
 import socket
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from dflop.base import UserError
+from dflop.base.first_node import refusals_told
 from dflop.base.meeting import in_a_folder, over_machines
+from dflop.train import sole_use
 
 
 def _named(arguments: list[str]) -> dict[str, str]:
@@ -45,45 +53,72 @@ def step(monkeypatch, tmp_path):
     return of
 
 
+@contextmanager
+def other_node(shared: Path) -> Iterator[subprocess.Popen]:
+    """The second node of the step, as a process that prints its arguments for torchrun."""
+    code = "import sys, pathlib; from dflop.base.meeting import over_machines\n"
+    code += "with over_machines(2, pathlib.Path(sys.argv[1])) as ([arguments], []): print(*arguments)"
+    node = subprocess.Popen(
+        [sys.executable, "-c", code, str(shared)],
+        env=os.environ | {"SLURM_PROCID": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield node
+    finally:
+        node.kill()
+        node.communicate()
+
+
 def test_the_first_node_listens_where_it_reaches_the_second_and_tells_the_others_in_a_file(step, tmp_path):
     step(0)
-    with over_machines(2, tmp_path / "run") as ([arguments], [inherited]):
+    with other_node(tmp_path / "run") as other, over_machines(2, tmp_path / "run") as ([arguments], [inherited]):
         first = _named(arguments)
         assert int(first["listener"]) == inherited
         with socket.socket(fileno=os.dup(inherited)) as listener:
             assert listener.getsockname() == ("127.0.0.1", int(first["port"]))
-        (told,) = (tmp_path / "run").iterdir()
+        told = tmp_path / "run/.meeting-7.0.0"
         assert stat.S_IMODE(told.stat().st_mode) == 0o600
-        step(1)
-        with over_machines(2, tmp_path / "run") as ([others], []):
-            del first["listener"]
-            assert _named(others) == first | {"rank": "1"}
-    assert not told.exists()
+        of_other = _named(other.communicate()[0].split())
+        del first["listener"]
+        assert of_other == first | {"rank": "1"}
+    assert not list((tmp_path / "run").iterdir())
 
 
-def test_what_another_job_or_an_earlier_start_of_this_one_left_is_not_read(step, tmp_path):
-    for job, restarts in (("7", "0"), ("8", "1")):
-        (tmp_path / f".meeting-{job}.0.{restarts}").write_text(json.dumps(["192.0.2.1", 1]))
+def test_what_earlier_commands_left_is_not_read_be_they_of_another_job_or_of_this_very_step(step, tmp_path):
     step(0, job="8")
-    with over_machines(2, tmp_path) as ([first], _):
-        step(1, job="8")
-        with over_machines(2, tmp_path) as ([other], _):
-            assert _named(other)["port"] == _named(first)["port"] != "1"
+    for left in (".meeting-7.0.0", ".meeting-8.0.1", ".meeting-8.0.0"):
+        (tmp_path / left).write_text(json.dumps({"to": ["5"], "address": "192.0.2.1", "port": 1}))
+    (tmp_path / ".meeting-8.0.0.1").write_text("5")
+    for _ in range(2):  # the second command of the step begins on the other node before it has ended on the first
+        with other_node(tmp_path) as other, over_machines(2, tmp_path) as ([first], _):
+            assert _named(other.communicate()[0].split())["port"] == _named(first)["port"] != "1"
+
+
+def test_the_other_nodes_are_refused_with_the_first_one(step, tmp_path):
+    step(0)
+    with sole_use(tmp_path), other_node(tmp_path) as other:
+        with pytest.raises(UserError, match="trains here") as refused, refusals_told(tmp_path, 2), sole_use(tmp_path):
+            pass
+        assert f"UserError: {refused.value}\n" in other.communicate()[1]
+    assert not list(tmp_path.glob(".meeting*"))
 
 
 def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_or_taken_is_refused(
     step, tmp_path, monkeypatch
 ):
     step(0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken, other_node(tmp_path) as other:
         monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", port := str(taken.getsockname()[1]))
-        with (
-            pytest.raises(UserError, match=rf"^127\.0\.0\.1 port {port}: .*; name another one in DFLOP_R"),
-            over_machines(2, tmp_path),
-        ):
+        said = rf"127\.0\.0\.1 port {port}: .*; name another one in DFLOP_R"
+        with pytest.raises(UserError, match=f"^{said}"), over_machines(2, tmp_path):
             pass
-    with over_machines(2, tmp_path) as ([arguments], _):
+        assert re.search(f"UserError: {said}", other.communicate()[1])
+    with other_node(tmp_path), over_machines(2, tmp_path) as ([arguments], _):
         assert _named(arguments)["port"] == port
+    monkeypatch.setattr("dflop.base.first_node._LONGEST_REFUSAL_S", 0)
     for wrong in ("80", "70000", "free", ""):
         monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", wrong)
         with (
@@ -99,8 +134,14 @@ def test_a_job_of_fewer_nodes_than_the_config_has_is_refused(step, tmp_path):
         pass
 
 
-def test_a_node_that_hears_nothing_of_the_first_one_says_which_file_it_looked_for(step, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflop.base.meeting._LONGEST_WAIT_S", 0)
+def test_a_node_that_hears_nothing_of_the_others_says_where_it_looked(step, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflop.base.first_node._LONGEST_WAIT_S", 0)
     step(1)
     with pytest.raises(UserError, match=r"\.meeting-7\.0\.0 .* all nodes see this folder"), over_machines(2, tmp_path):
+        pass
+    step(0)
+    with (
+        pytest.raises(UserError, match=r"1 of 2 nodes have not asked .* all nodes see"),
+        over_machines(2, tmp_path),
+    ):
         pass
