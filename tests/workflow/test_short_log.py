@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow" / "lib"))
 
-from short_log import changes_in, last_lines
+from short_log import Formatter, changes_in, last_lines
 
 
 def _reason(was: str, now: str) -> str:
@@ -39,3 +39,17 @@ def test_of_a_failed_jobs_log_stand_its_reasons_or_else_its_last_lines(tmp_path)
     assert last_lines(log) == [str(number) for number in range(88, 100)]
     os.unlink(log)
     assert last_lines(log) == []
+
+
+def test_an_earlier_jobs_log_is_not_shown_for_this_one_whatever_the_clock_says(tmp_path):
+    log = tmp_path / "train.log"
+    about = {"jobid": 1, "rule_name": "train", "wildcards": {}, "is_checkpoint": False, "reason": "", "rule_msg": None}
+    about["log"] = [str(log)]
+    formatter = Formatter(set(), True)
+    log.write_text("dflop: of an earlier job\n")
+    os.utime(log, (2**32, 2**32))
+    formatter._job(about)
+    assert "earlier" not in formatter._error(about)
+    log.write_text("dflop: of this job\n")
+    os.utime(log, (1, 1))  # the clock was set back
+    assert "dflop: of this job" in formatter._error(about)

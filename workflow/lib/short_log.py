@@ -59,6 +59,7 @@ class Formatter(DefaultFormatter):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._started: dict[int, tuple[str, float]] = {}
+        self._logs_before: dict[str, tuple[int, int] | None] = {}
         self._done: list[str] = []
         self._said_jobs = ""
 
@@ -84,6 +85,7 @@ class Formatter(DefaultFormatter):
     def _job(self, said: Mapping[str, Any]) -> str:
         name = _name(said["rule_name"], said["wildcards"])
         self._started[said["jobid"]] = (name, time.monotonic())
+        self._logs_before |= {str(log): _state_of(log) for log in said["log"]}
         kind = "checkpoint" if said["is_checkpoint"] else "rule"
         changes = changes_in(str(said["reason"]))
         return f"{_now()} {kind} {name}" + (f"  because {changes}" if changes else "")
@@ -107,8 +109,8 @@ class Formatter(DefaultFormatter):
         name = _name(said["rule_name"], said.get("wildcards"))
         own, _, _ = str(said["rule_msg"] or "").partition("For further error details")
         lines = [f"{_now()} FAILED {name}" + (f": {own}" if own else "")]
-        _, began = self._started.get(said["jobid"], ("", 0.0))
-        logs = [Path(log) for log in said["log"] if _written_since(Path(log), time.time() - (time.monotonic() - began))]
+        # A log that is as it was before is an earlier job's: this one has ended before it wrote anything.
+        logs = [Path(log) for log in said["log"] if _state_of(log) != self._logs_before.get(str(log))]
         for log in logs[:1] if self.show_failed_logs else ():
             if ended := last_lines(log):
                 lines += [f"  {log} ends with:", *(f"    {line}" for line in ended)]
@@ -143,10 +145,13 @@ def last_lines(path: Path) -> list[str]:
     return [line for line in ended if _REASON.match(line)][-_NUM_OURS:] or ended[-_NUM_LINES:]
 
 
-def _written_since(path: Path, when: float) -> bool:
-    """Whether a log was written after a time, with a margin, as clocks may differ. If not, it is an earlier job's, and
-    this job has ended before it wrote anything."""
-    return path.exists() and path.stat().st_mtime >= when - 30
+def _state_of(log: str) -> tuple[int, int] | None:
+    """The size and modification time of a log; None if it is not there."""
+    try:
+        about = Path(log).stat()
+    except OSError:
+        return None
+    return about.st_size, about.st_mtime_ns
 
 
 def _name(rule: str, wildcards: Mapping[str, str] | None) -> str:

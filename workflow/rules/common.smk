@@ -94,10 +94,8 @@ def output_cache():
     """
     forcing = {"-f", "--force", "-F", "--forceall", "-R", "--forcerun"}
     forced = IS_MAIN and not workflow.output_settings.dryrun and not forcing.isdisjoint(sys.argv)
-    folders = sorted(Path(".snakemake").glob("output-cache*"), key=lambda path: path.stat().st_mtime)
-    if forced or not folders:
-        return Path(".snakemake", f"output-cache-{len(folders) + 1}").absolute()
-    return folders[-1].absolute()
+    latest = max((int(path.name.rpartition("-")[2]) for path in Path(".snakemake").glob("output-cache-*")), default=0)
+    return Path(".snakemake", f"output-cache-{latest + 1 if forced or not latest else latest}").absolute()
 
 
 Path(os.environ.setdefault(OUTPUT_CACHE, str(output_cache()))).mkdir(parents=True, exist_ok=True)
