@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dflop.base import UserError
 from dflop.cli.emulation import may_emulate
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of, run_argument
 
@@ -28,7 +29,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     from dflop.base.first_node import refusals_told
     from dflop.base.torchrun import is_first_node
     from dflop.config import set_steps
-    from dflop.models import check_modules, check_runnable, load_model_spec
+    from dflop.models import check_modules, check_runnable, load_model_spec, weights_digest
     from dflop.plan import load_plan
     from dflop.schedule import describe_left_out
     from dflop.schedule.service import open_evaluation, open_scheduler
@@ -38,6 +39,11 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
+    weights = config.model.weights
+    if weights and not weights_digest(Path(weights)):
+        raise UserError(
+            f"`model.weights` is {weights}, which holds no *.safetensors file; of another run they are in train/model"
+        )
     spec = load_model_spec(config.model)
     check_modules(spec, config.train.modules, "train.modules")
     plan = load_plan(plan_path)

@@ -14,7 +14,7 @@ from dflop.config.messages import UNKNOWN_KEY, message_of
 from dflop.config.schema import Config, FixedPlan
 from dflop.config.together import check_together
 
-__all__ = ["load_config", "restrict", "select_keys", "set_steps"]
+__all__ = ["load_config", "merged", "restrict", "select_keys", "set_steps"]
 
 
 # The number of steps where neither `train.steps` nor `train.epochs` is given.
@@ -31,8 +31,8 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
         UserError: naming the key, its value and what would be right.
     """
     read = [read_layer(layer) for layer in layers]
-    merged = reduce(_merged, (values for values, _ in read), _plain(Config()))
-    config = _checked(_resolved(merged), read)
+    values = reduce(merged, (values for values, _ in read), _plain(Config()))
+    config = _checked(_resolved(values), read)
     check_together(config, has_cluster=has_cluster)
     schedule = config.schedule
     if schedule.deterministic:
@@ -43,11 +43,11 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule, train=train)
 
 
-def _merged(below: Any, above: Any) -> Any:
+def merged(below: Any, above: Any) -> Any:
     """Values over others: mappings key by key, all else whole."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+    return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
 
 
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class ModelConfig:
     preset: str = "tiny"
     path: str | None = None
     tokenizer: str | None = None
+    weights: str | None = None
     freeze: list[str] = field(default_factory=list)
 
     @property

@@ -5,6 +5,7 @@ share: presets, which are plain Python, and stages, weights, packed attention an
 and transformers and are never imported here.
 """
 
+from dflop.models.checkpoint import weights_digest
 from dflop.models.family import (
     check_runnable,
     family_for,
@@ -43,4 +44,5 @@ __all__ = [
     "load_model_spec",
     "load_runtime",
     "model_digest",
+    "weights_digest",
 ]

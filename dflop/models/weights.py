@@ -95,7 +95,9 @@ def load_weights(
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
-        raise UserError(f"`model.path` {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`")
+        raise UserError(
+            f"the checkpoint {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`"
+        )
     wanted, head = model.state_dict(), None
     if model.config.tie_word_embeddings:
         wanted.pop(_HEAD, None)  # the head is the embedding, which checkpoints hold only once
@@ -107,7 +109,7 @@ def load_weights(
                     continue
                 if name not in known and not _OLD_BUFFERS.search(name):
                     raise UserError(
-                        f"`model.path` {checkpoint} holds {stored_name}, which a model of its config.json does not "
+                        f"the checkpoint {checkpoint} holds {stored_name}, which a model of its config.json does not "
                         "have: training would lose it; correct the config, or take the tensor out"
                     )
                 if name == _HEAD and model.config.tie_word_embeddings:
@@ -117,21 +119,21 @@ def load_weights(
                     shape = shard.whole if shard else own.shape
                     if (found := torch.Size(stored.get_slice(stored_name).get_shape())) != shape:
                         raise UserError(
-                            f"`model.path` {checkpoint} holds {stored_name} of shape {list(found)}, its config says "
+                            f"the checkpoint {checkpoint} holds {stored_name} of shape {list(found)}, its config says "
                             f"{list(shape)}"
                         )
                     first_row, rows = rows_of(own)
                     if rows.numel():
                         rows.copy_(_rows(stored, stored_name, own.shape, shard, first_row, rows))
     if wanted:
-        raise UserError(f"`model.path` {checkpoint} lacks {len(wanted)} tensors of this model, e.g. {min(wanted)}")
+        raise UserError(f"the checkpoint {checkpoint} lacks {len(wanted)} tensors of this model, e.g. {min(wanted)}")
     embedding = model.state_dict().get(_EMBEDDING)
     if head is not None and embedding is not None:
         shard = shards.get(_EMBEDDING)
         own = head if shard is None else head.narrow(0, shard.start, len(embedding))
         if own.shape != embedding.shape or not torch.equal(own.to(embedding), embedding):
             raise UserError(
-                f"`model.path` {checkpoint} holds a head that is not its embedding, although its config.json says "
+                f"the checkpoint {checkpoint} holds a head that is not its embedding, although its config.json says "
                 "`tie_word_embeddings`: true; set that to false"
             )
 

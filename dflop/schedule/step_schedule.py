@@ -71,7 +71,8 @@ class StepSchedule:
     @property
     def shapes(self) -> SampleShapes:
         """The shapes of the step's samples, in the schedule's order."""
-        return SampleShapes(**{item.name: getattr(self, item.name) for item in fields(SampleShapes)})
+        named = [item.name for item in fields(SampleShapes) if item.name != "mixture"]  # what is drawn is no mixture
+        return SampleShapes(**{name: getattr(self, name) for name in named})
 
     @property
     def assignment(self) -> Assignment:

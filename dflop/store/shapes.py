@@ -128,8 +128,8 @@ def write_shapes(
 ) -> None:
     """Merge shard files into `samples`, `rejects`, `sources` and the views `shape_summary` and `reject_summary`.
 
-    `sources` has the columns name, path, media_root, sampling, digest, num_records, and epochs and weight, of which
-    either may be null; one row a source.
+    `sources` has the columns name, path, media_root, sampling, digest and num_records, and may have epochs and weight;
+    one row a source.
     `sampled_rows` gives, for each randomly sampled source, the rows of its manifest that were drawn. Of records that
     share an id in a source only the first is kept; with `keep_duplicates` all are kept, with a number after the id.
     Samples that are `held_out` have `evaluation` true.
@@ -144,9 +144,10 @@ def write_shapes(
         pl.DataFrame({"source": source, "position": np.arange(len(rows)), "row": rows}, schema=sampled_schema)
         for source, rows in sampled_rows.items()
     ]
+    mixing = [pl.lit(None, pl.Float64).alias(name) for name in ("epochs", "weight") if name not in sources.columns]
     frames = {
         "shard_frame": _shard_frame(shards, sources),
-        "source_frame": sources.with_row_index("position"),
+        "source_frame": sources.with_columns(mixing).with_row_index("position"),
         "sampled_frame": pl.concat([pl.DataFrame(schema=sampled_schema), *sampled_frames]),
     }
     for file, name in {shard.path: shard.name for shard in shards}.items():

@@ -9,9 +9,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflop.config import Config, select_keys
+from dflop.models import weights_digest
 from dflop.schedule import Pricer, prices_digest
 
 __all__ = ["Generation", "generation_of"]
@@ -74,6 +76,8 @@ def generation_of(
     """The generation of a run; `left_out` are the (source, row) of samples that the plan's devices cannot hold."""
     weights = {"checkpoint format": _CHECKPOINT_FORMAT} | dict(_flat(select_keys(config, _KEYS)))
     weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
+    if begins_with := config.model.weights or config.model.path:
+        weights["the weights that training begins with"] = weights_digest(Path(begins_with))
     free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
     written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
     return Generation(written, prices_digest(pricer))

@@ -151,9 +151,9 @@ def build_rank_model(
     is_empty: bool = False,
     overlaps: bool | None = None,
 ) -> RankModel:
-    """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.path` or drawn from the
-    seed, or with `is_empty` without values (`FamilyRuntime.build_stage`). For `overlaps` see `NodeModel`; None means
-    True on GPUs and False elsewhere.
+    """Build the stages of a rank's nodes, to compute in `dtype`, with weights from `model.weights` or `model.path`, or
+    drawn from the seed, or with `is_empty` without values (`FamilyRuntime.build_stage`). For `overlaps` see
+    `NodeModel`; None means True on GPUs and False elsewhere.
 
     Raises:
         UserError: for a model, tokenizer or checkpoint that cannot be read, or stages that cannot be built this way.
@@ -164,10 +164,12 @@ def build_rank_model(
     hf_config = runtime.make_config(
         spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
     )
-    checkpoint = Path(config.model.path) if config.model.path else None
+    checkpoint, weights = (
+        Path(folder) if folder else None for folder in (config.model.path, config.model.weights or config.model.path)
+    )
     overlaps = topology.device.type == "cuda" if overlaps is None else overlaps
     nodes: Sequence[NodeModel] = [
-        _build_node(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty, overlaps)
+        _build_node(config, plan, topology, dtype, index, spec, hf_config, weights, is_empty, overlaps)
         for index in topology.nodes
     ]
     return RankModel(

@@ -99,7 +99,7 @@ def merge(tmp_path):
             files.append(ShardFile(path, f"{source}-{number}", source, start, first_row))
         names = list(dict.fromkeys(source for source, _, _ in shards))
         fields = {"path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": 1}
-        sources = pl.DataFrame([{"name": name, "epochs": None, "weight": None} | fields for name in names])
+        sources = pl.DataFrame([{"name": name} | fields for name in names])
         database = tmp_path / "shapes.duckdb"
         meta = {"config_digest": "abc"}
         write_shapes(

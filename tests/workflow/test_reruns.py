@@ -95,6 +95,14 @@ def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change
     assert set(jobs) - {"profile_shapes"} == {"search_plan"} | AFTER_SHAPES | AFTER_PLAN
 
 
+def test_other_weights_to_begin_with_train_again_and_measure_nothing(finished):
+    folder = finished[0].folder / "earlier"
+    folder.mkdir()
+    for weights in (b"some", b"others"):
+        (folder / "model.safetensors").write_bytes(weights)
+        assert _rules(finished, "--config", "model.weights=earlier") == {"train", "report", "all"}
+
+
 def test_a_failure_is_told_in_its_own_words_and_not_with_the_whole_config(finished):
     checkout, config = finished
     failing = checkout.path_with_stubs(dflop="#!/bin/sh\necho noise; echo 'dflop: nothing fits' >&2; exit 2\n")

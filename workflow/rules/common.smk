@@ -25,6 +25,7 @@ from dflop.models import (
     check_runnable,
     load_model_spec,
     model_digest,
+    weights_digest,
 )
 from dflop.base.commands import COMMANDS, code_digest
 from dflop.base.devices import load_device
@@ -200,6 +201,12 @@ def shapes_to_plan(wildcards):
             f"{num_records} or less, or add data"
         )
     return f"{RESULTS}/shapes.duckdb"
+
+
+def weights_to_begin_with(wildcards):
+    """A digest of the weights, so that training runs again with others, such as those of an earlier stage."""
+    begins_with = CONFIG.model.weights or CONFIG.model.path
+    return weights_digest(Path(begins_with)) if begins_with else ""
 
 
 def plan_to_train(wildcards):

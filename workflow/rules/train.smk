@@ -20,6 +20,7 @@ rule train:
         **on_all_devices("train", takes_signals=True),
     params:
         config=config_for("train"),
+        weights=weights_to_begin_with,
         code=code_digest("train"),
     shell:
         "{resources.launcher} dflop train --config {params.config:q} --shapes {input.shapes} --costs {input.costs}"

@@ -165,7 +165,7 @@ def _schedule(program: Program, shapes: SampleShapes, assignment: Assignment) ->
     nothing = np.zeros((len(program.nodes), program.num_microbatches))
     return StepSchedule(
         step=0,
-        **{name: getattr(shapes, name) for name in SampleShapes.__dataclass_fields__},
+        **{name: getattr(shapes, name) for name in SampleShapes.__dataclass_fields__ if name != "mixture"},
         **{name: getattr(assignment, name) for name in Assignment.__dataclass_fields__},
         position=np.zeros(len(shapes), dtype=np.int64),
         forward_s=nothing,

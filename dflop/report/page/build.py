@@ -23,7 +23,7 @@ from dflop.report.run import TrainedRun
 from dflop.report.style import PALETTE, format_count, format_seconds
 from dflop.schedule import BatchScheduler
 
-__all__ = ["write_page"]
+__all__ = ["environment", "write_page"]
 
 _TEMPLATES = "templates"
 _TEMPLATE = "page.html.jinja"
@@ -49,7 +49,7 @@ def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchSc
         for name, picture in pictures.items()
     }
     text = (
-        _environment()
+        environment()
         .get_template(_TEMPLATE)
         .render(
             name=config.run,
@@ -85,13 +85,14 @@ def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchSc
     return out
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates of pages, with their filters."""
     templates = FileSystemLoader(Path(__file__).parent / _TEMPLATES)
-    environment = Environment(
+    made = Environment(
         loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    made.filters |= {
         "seconds": format_seconds,
         "count": format_count,
         "percent": lambda share: f"{share:.0%}" if share == 0 or share >= 0.01 else f"{share:.1%}",
@@ -99,7 +100,7 @@ def _environment() -> Environment:
         "code": _with_code,
         "three": _three,
     }
-    return environment
+    return made
 
 
 def _three(value: float) -> str:

@@ -4,6 +4,7 @@ for."""
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
 
@@ -48,3 +49,23 @@ def test_the_layers_of_every_stage_are_compiled_where_the_config_asks_for_it(wan
         assert {"forward" in vars(layer) for layer in layers} == {wanted == "on"}
     finally:
         dist.destroy_process_group()
+
+
+def test_training_begins_with_the_weights_that_the_config_names(tmp_path):
+    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=1))
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=1)
+
+    def parameters_of(config: dict) -> dict[str, torch.Tensor]:
+        topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
+        model = build_rank_model(load_config(config), plan, topology, torch.float32)
+        return {name: value.detach() for own in model.nodes for name, value in own.parameters.items()}
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        others = parameters_of({"seed": 5})
+        save_file(others, tmp_path / "model.safetensors")
+        found = parameters_of({"model": {"weights": str(tmp_path)}})
+    finally:
+        dist.destroy_process_group()
+    assert others.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in others.items())

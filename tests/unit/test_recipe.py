@@ -1,0 +1,111 @@
+"""A recipe's stages are runs that follow each other; what is wrong with one of them is said before the first runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from dflop.base import UserError
+from dflop.cli import cli
+from dflop.config.recipe import read_recipe
+from dflop.report.page.recipe import write_recipe_page
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+STAGES = [{"name": "one", "model": {"freeze": ["vision.encoder", "llm"]}}, {"name": "two", "train": {"lr": 0.5}}]
+FIGURES = {
+    "data": {"num_samples": 1234},
+    "plan": {"plan": "disjoint"},
+    "training": {"num_steps": 9, "mean_first_loss": 7.5, "mean_final_loss": 2.5, "step_s": 1.5},
+}
+
+
+def write(**values: object) -> Path:
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump({"recipe": "r", "stages": STAGES} | values))
+    return path
+
+
+def test_a_stage_has_the_shared_keys_and_its_own_and_begins_with_the_weights_of_the_one_before():
+    first, second = read_recipe(write(train={"lr": 0.1, "steps": 3}, seed=4)).stages
+    assert (first.run, second.run) == ("r-one", "r-two")
+    assert first.config == {
+        "train": {"lr": 0.1, "steps": 3},
+        "seed": 4,
+        "run": "r-one",
+        "model": {"freeze": ["vision.encoder", "llm"]},
+    }
+    assert second.config["train"] == {"lr": 0.5, "steps": 3}
+    assert second.config["model"] == {"weights": "results/r-one/train/model"}
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"recipe": None}, r"recipe\.yaml: `recipe` is None; it must be a name"),
+        ({"recipe": "../r"}, r"`recipe` is '\.\./r'"),
+        ({"stages": []}, r"`stages` must be a list of configs"),
+        ({"stages": ["one"]}, r"`stages\[0\]` is 'one'; it must be a config with a `name`"),
+        ({"stages": [{}]}, r"`stages\[0\]\.name` is None"),
+        ({"stages": [STAGES[0], STAGES[0]]}, r"`stages\[1\]\.name` is 'one', as an earlier stage's is"),
+        ({"run": "mine"}, r"`stages\[0\]` has `run: mine`; its run is called r-one"),
+        ({"stages": [STAGES[0], {"name": "two", "model": {"weights": "x"}}]}, r"begins with the weights of the one be"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_says_where(values, complaint):
+    with pytest.raises(UserError, match=complaint):
+        read_recipe(write(**values))
+
+
+@pytest.fixture
+def snakemake(monkeypatch) -> Path:
+    """A Snakemake that notes its arguments in the file that is returned, and fails in the run that `fails` names."""
+    program, calls = Path("bin/snakemake"), Path("calls")
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@" >> calls\n! grep -qs . fails || ! grep -q "$(cat fails)" "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent.absolute()), prepend=":")
+    Path("data.json").write_text("[]")
+    return calls
+
+
+def dflop_recipe(*arguments: str, data: str = "data.json") -> Result:
+    path = write(data={"sources": [{"path": "data.json"}]}, stages=[STAGES[0], STAGES[1] | {"data.sources": [data]}])
+    path.write_text(path.read_text().replace(f"- {data}", f"- path: {data}"))
+    return CliRunner().invoke(cli, ["recipe", str(path), *arguments])
+
+
+def test_the_workflow_runs_once_a_stage_with_what_is_given_for_it(snakemake):
+    assert dflop_recipe("--profile", "slurm", "-n").exit_code == 0
+    assert snakemake.read_text().splitlines() == [
+        f"--configfile results/r/{stage}.yaml --profile slurm -n" for stage in ("one", "two")
+    ]
+    assert yaml.safe_load(Path("results/r/two.yaml").read_text())["run"] == "r-two"
+
+
+def test_a_stage_that_fails_is_named_and_none_follows(snakemake):
+    Path("fails").write_text("run: r-one")
+    result = dflop_recipe()
+    assert str(result.exception) == "stage `one` ended with exit code 1, see above; the same command goes on there"
+    assert snakemake.read_text().splitlines() == ["--configfile results/r/one.yaml --cores all"]
+
+
+def test_data_of_a_later_stage_that_are_not_there_are_said_before_anything_runs(snakemake):
+    result = dflop_recipe(data="none.json")
+    assert "stage `two`: the manifest none.json (source `none`) does not exist" in str(result.exception)
+    assert not snakemake.exists()
+
+
+def test_the_page_leads_to_the_reports_of_the_stages_that_have_one():
+    recipe = read_recipe(write())
+    assert write_recipe_page(Path("results/r"), recipe) is None
+    Path("results/r").mkdir(parents=True)
+    Path("results/r-one/report").mkdir(parents=True)
+    Path("results/r-one/report/summary.json").write_text(json.dumps(FIGURES))
+    page = write_recipe_page(Path("results/r"), recipe).read_text()
+    assert '<a href="../r-one/report/index.html">one</a>' in page
+    assert "vision.encoder, llm" in page
+    assert "1,234" in page
+    assert "not trained yet" in page
