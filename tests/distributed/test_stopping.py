@@ -6,8 +6,9 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from training_runs import end_run, plan_file, process_of_rank, start_run, train, wait_for_steps
@@ -20,7 +21,7 @@ _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
 _NUM_STEPS = 24
 _TRAINING = {"steps": _NUM_STEPS, "checkpoint_every": 1000, "precision": "fp32"}
 _LONGEST_END_S = 60
-COMMAND, RANK = "dflop.cli", "dflop.train.rank RANK="
+COMMAND, AGENT, RANK = "dflop.cli", "dflop.base.torchrun", "dflop.train.rank RANK="
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +40,44 @@ def _all_of(pid: int) -> list[int]:
     return [pid, *(other for child in children_of(pid) for other in _all_of(child))]
 
 
-def _to_the_command(pid: int, out: Path) -> None:
-    os.kill(pid, signal.SIGTERM)
+def _to_the_command(process: Popen, out: Path) -> None:
+    process.terminate()
 
 
-def _ahead_of_a_time_limit(pid: int, out: Path) -> None:
+def _ahead_of_a_time_limit(process: Popen, out: Path) -> None:
     """As Slurm does where a job asks for it; the job is to be continued, and the exit code says so."""
-    os.kill(pid, signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
 
 
-def _to_a_rank(pid: int, out: Path) -> None:
-    os.kill(process_of_rank(1, out), signal.SIGUSR1)
+def _to_a_rank(process: Popen, out: Path) -> None:
+    os.kill(process_of_rank(1, out), signal.SIGTERM)
 
 
-def _to_all_processes(pid: int, out: Path) -> None:
+def _to_the_agent(process: Popen, out: Path) -> None:
+    """After SIGTERMs to loaders, their trackers and the schedule service, of which training takes no notice."""
+    processes = {other: _what_is(other) for other in _all_of(process.pid)}
+    helpers = [other for other, what in processes.items() if what.startswith("RANK=") or "service" in what]
+    assert len(helpers) == 5, processes
+    for other in helpers:
+        os.kill(other, signal.SIGTERM)
+    wait_for_steps(process, out, (out / "metrics.jsonl").read_bytes().count(b"\n") + 2)
+    assert not any(map(_is_gone, helpers))
+    (agent,) = (other for other, what in processes.items() if what.startswith(AGENT))
+    os.kill(agent, signal.SIGTERM)
+
+
+def _to_all_processes(process: Popen, out: Path) -> None:
     """As Slurm does at a time limit."""
-    for other in _all_of(pid):
+    for other in _all_of(process.pid):
         os.kill(other, signal.SIGTERM)
 
 
-def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None], loader_workers: int = 0) -> int:
+def _stop(folder: Path, config: dict, out: Path, ask: Callable[[Popen, Path], None], loader_workers: int = 0) -> int:
     """Start a run and ask it to stop; returns behind which step it did."""
     process = start_run(folder, config | _ALIKE, plan_file(folder), out, **_TRAINING, loader_workers=loader_workers)
     wait_for_steps(process, out, 3)
-    ask(process.pid, out)
+    processes = _all_of(process.pid)
+    ask(process, out)
     assert end_run(process, out) == (75 if ask is _ahead_of_a_time_limit else 2)
     log = (out / "log").read_text()
     said = re.search(
@@ -73,6 +88,7 @@ def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None
     assert Path(said[2]).name == f"step-{int(said[1]):06d}"
     assert "Traceback" not in log
     assert not (out / "summary.json").exists()
+    _wait_for_the_end_of(processes)
     return int(said[1])
 
 
@@ -82,12 +98,13 @@ def _stop(folder: Path, config: dict, out: Path, ask: Callable[[int, Path], None
         pytest.param(_to_the_command, marks=pytest.mark.exhaustive),  # which passes both signals on alike
         _ahead_of_a_time_limit,
         _to_a_rank,
+        _to_the_agent,
     ],
     ids=lambda ask: ask.__name__[1:],
 )
 def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_saved(run, tmp_path, ask):
     folder, config = run
-    num_steps = _stop(folder, config, tmp_path / "train", ask)
+    num_steps = _stop(folder, config, tmp_path / "train", ask, loader_workers=1 if ask is _to_the_agent else 0)
     assert (tmp_path / "train/metrics.jsonl").read_text().count("\n") == num_steps
 
 
@@ -99,11 +116,11 @@ def test_a_run_whose_processes_were_all_asked_to_stop_goes_on_as_if_it_had_not(r
 
 
 def _what_is(pid: int) -> str:
-    """Which kind of a run's processes this is."""
+    """Which kind of a run's processes this is; of a loader and its tracker only the rank is said."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     named = [part.decode() for part in command if part.startswith(b"dflop.") or b"cbc_process" in part]
     rank = [part for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if part.startswith(b"RANK=")]
-    return " ".join([*named[:1], *(part.decode() for part in rank)]) or "a loader or its tracker"
+    return " ".join([*named[:1], *(part.decode() for part in rank)])
 
 
 def _is_gone(pid: int) -> bool:
@@ -112,6 +129,13 @@ def _is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+def _wait_for_the_end_of(processes: Iterable[int]) -> None:
+    deadline = time.monotonic() + _LONGEST_END_S
+    while left := [pid for pid in processes if not _is_gone(pid)]:
+        assert time.monotonic() < deadline, [_what_is(pid) for pid in left]
+        time.sleep(0.1)
 
 
 def _kill_one(folder: Path, config: dict, out: Path, draw: random.Random, kind: str, **training: object) -> None:
@@ -132,10 +156,7 @@ def _kill_one(folder: Path, config: dict, out: Path, draw: random.Random, kind: 
         assert code != 0
         rank = processes[victim].rpartition("=")[2]
         assert f"rank {rank} of " in (out / "log").read_text(), (out / "log").read_text()
-    deadline = time.monotonic() + _LONGEST_END_S
-    while left := [pid for pid in processes if not _is_gone(pid)]:
-        assert time.monotonic() < deadline, [processes[pid] for pid in left]
-        time.sleep(0.1)
+    _wait_for_the_end_of(processes)
 
 
 def test_a_run_of_which_a_rank_and_then_the_command_is_killed_goes_on_as_if_they_had_not(run, whole, tmp_path):
