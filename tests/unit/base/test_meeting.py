@@ -7,8 +7,9 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,22 @@ def test_what_earlier_commands_left_is_not_read_be_they_of_another_job_or_of_thi
     for left in (".meeting-7.0.0", ".meeting-8.0.1", ".meeting-8.0.0"):
         (tmp_path / left).write_text(json.dumps({"to": ["5"], "address": "192.0.2.1", "port": 1}))
     (tmp_path / ".meeting-8.0.0.1").write_text("5")
-    for _ in range(2):  # the second command of the step begins on the other node before it has ended on the first
-        with other_node(tmp_path) as other, over_machines(2, tmp_path) as ([first], _):
-            assert _named(other.communicate()[0].split())["port"] == _named(first)["port"] != "1"
+    with other_node(tmp_path) as other, over_machines(2, tmp_path) as ([first], _):
+        assert _named(other.communicate()[0].split())["port"] == _named(first)["port"] != "1"
+
+
+def test_a_node_that_begins_the_next_command_of_its_step_earlier_waits_for_the_first_one(step, tmp_path):
+    step(0)
+    with ExitStack() as others:
+        earlier = others.enter_context(other_node(tmp_path))
+        with over_machines(2, tmp_path):
+            earlier.communicate()
+            other = others.enter_context(other_node(tmp_path))
+            while not (tmp_path / ".meeting-7.0.0.1").exists():
+                assert other.poll() is None, other.communicate()
+                time.sleep(0.01)
+        with over_machines(2, tmp_path) as ([first], _):
+            assert _named(other.communicate()[0].split())["port"] == _named(first)["port"]
 
 
 def test_the_other_nodes_are_refused_with_the_first_one(step, tmp_path):
