@@ -32,7 +32,7 @@ class Units:
     """
 
     def __init__(self, sharers: Sharers, dtype: torch.dtype, *, trained_parts: Collection[str]) -> None:
-        self.has_copies, self.trained_parts, self._dtype = len(sharers.ranks) > 1, trained_parts, dtype
+        self.has_copies, self.trained_parts, self.dtype = len(sharers.ranks) > 1, trained_parts, dtype
         self._how: dict[str, Any] = {"mesh": sharers.mesh}
         if dtype != (held := held_in(dtype)):
             self._how["mp_policy"] = MixedPrecisionPolicy(
@@ -44,7 +44,7 @@ class Units:
         is_trained = part in self.trained_parts
         unit.requires_grad_(is_trained)
         if not is_trained:
-            compute_in(unit, self._dtype)
+            compute_in(unit, self.dtype)
         shared = fully_shard(unit, **self._how)
         # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
         shared.set_gradient_divide_factor(1.0)
@@ -55,12 +55,17 @@ class Units:
 class SharedPasses(nn.Module):
     """A stage's passes, which the replicas that share a copy of its parameters begin and end together.
 
-    The parameters that are in none of the stage's units become one more unit.
+    The parameters that are in none of the stage's units become one more unit, in which those of a frozen encoder's
+    first part have the dtype that they are computed in.
     """
 
     def __init__(self, stage: Stage, units: Units) -> None:
         super().__init__()
         self.stage, self._has_copies = stage, units.has_copies
+        trained = [
+            own for name, own in stage.named_hf_parameters().items() if stage.part_of(name) in units.trained_parts
+        ]
+        compute_in(stage, units.dtype, but=trained)
         units.share(self, "last")
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
