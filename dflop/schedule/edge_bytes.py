@@ -1,16 +1,17 @@
 """Bytes of one token (`edge_tokens`) at each stage of a plan: those sent to the next stage, those held with a
-microbatch, and those of the slots that a GPU receives into."""
+microbatch, and those of messages that are under way."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
-from dflop.step import SlotCounts, stages_of
+from dflop.step import CompiledPlan, stages_of
+from dflop.step.simulation_kernel import BRIDGE_OUT, HAS_BACKWARD
 
-__all__ = ["EdgeBytes", "edge_bytes_of", "slot_bytes_of"]
+__all__ = ["EdgeBytes", "edge_bytes_of", "message_bytes_of"]
 
 
 class EdgeBytes(NamedTuple):
@@ -24,21 +25,22 @@ class EdgeBytes(NamedTuple):
     held: Mapping[str, np.ndarray]
 
 
-def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int, *, has_slots: bool = False) -> EdgeBytes:
+def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int, *, in_slots: Collection[str] = ()) -> EdgeBytes:
     """The bytes where one value takes `value_bytes`.
 
     A stage of the LLM holds its inputs and outputs. These are hidden states, and with them features of encoders that
     later layers take (`ModelSpec.hidden_size_before`). The input of the first stage is features, counted as if every
     token were one. Where a later stage recomputes its first layer, the hidden states that came in are left out here:
     that layer keeps them as its input, and they count as the layer's. An encoder, and an LLM of one stage, hold
-    features and their gradients. With `has_slots`, the gradients that come to an encoder of one stage wait in slots
-    (`slot_bytes_of`).
+    features and their gradients, or where an encoder is frozen features of two microbatches: those that are made, and
+    those that are sent. The gradients that come to an encoder of one stage whose name is `in_slots` wait in slots
+    (`message_bytes_of`).
     """
     onward, held = {}, {}
     for grid in plan.grids:
         features = np.full(plan.num_stages(grid.module), float(spec.feature_size * value_bytes))
         onward[grid.module], held[grid.module] = features, 2.0 * features
-        if has_slots and _waits_in_slots(plan, grid.module):
+        if grid.module in in_slots and _waits_in_slots(plan, grid.module):
             held[grid.module] = features
     if plan.num_stages("llm") > 1:
         llm = spec.module("llm")
@@ -51,16 +53,39 @@ def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int, *, has_slots: b
     return EdgeBytes(onward, held)
 
 
-def slot_bytes_of(plan: Plan, counts: SlotCounts, edge_bytes: EdgeBytes) -> np.ndarray:
-    """Bytes of the slots that a GPU receives into, for each token of the module's largest microbatch, [num_stages].
+def message_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes, *, has_slots: bool) -> np.ndarray:
+    """Bytes of messages that are under way and of nothing else, for each token of the module's largest microbatch,
+    [num_stages]: a gradient that is sent, and with `has_slots` the slots that a GPU receives into.
 
-    Slots of several chunks of the LLM on one rank are the same, and count for the first chunk. The features that the
-    LLM receives are counted as if every token were one. An encoder copies one gradient out of its slot at a time.
+    Several chunks of the LLM on one rank share all of this, and it counts for the first chunk. The features that the
+    LLM receives, and their gradients, are counted as if every token were one.
     """
+    sent = _sent_bytes_of(plan, order, edge_bytes)
+    return sent + _slot_bytes_of(plan, order, edge_bytes) if has_slots else sent
+
+
+def _sent_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
+    """Bytes of the gradient that the LLM's last stage sends.
+
+    A gradient is kept while its rank computes once more (`receiving`), when what its microbatch kept is free. So it
+    counts only where a forward needs as much as a backward: with the loss.
+    """
+    found, llm = np.zeros(len(order.stages)), edge_bytes.onward["llm"]
+    if len(llm) > 1:
+        found[plan.grid("llm").pp - 1 - len(llm)] = llm[-2]
+    elif ((order.stages[:, BRIDGE_OUT] >= 0) & (order.stages[:, HAS_BACKWARD] > 0)).any():
+        found[-1] = edge_bytes.onward[plan.grids[0].module][-1]
+    return found
+
+
+def _slot_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
+    """Bytes of the slots that a GPU receives into. An encoder copies one gradient out of its slot at a time."""
     found = []
     for stage in stages_of(plan):
         of_stage = slice(stage.group, stage.group + stage.num_groups)
-        states, state_gradients, features, feature_gradients = (int(count[of_stage].max()) for count in counts)
+        states, state_gradients, features, feature_gradients = (
+            int(count[of_stage].max()) for count in order.slot_counts
+        )
         pp, onward = plan.grid(stage.module).pp, edge_bytes.onward[stage.module]
         if stage.pp_stage >= pp:
             found.append(0.0)

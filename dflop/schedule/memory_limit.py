@@ -200,15 +200,15 @@ def _peaks(
 ) -> np.ndarray:
     """Bytes of tensors on the fullest rank when these replicas of the modules compute the sample, [num_samples]."""
     held: dict[int, np.ndarray] = {}
-    slots: dict[int, np.ndarray] = {}
+    under_way: dict[int, np.ndarray] = {}
     encoders_held: dict[int, np.ndarray] = {}
     fullest = np.zeros(num_samples)
-    for (stage, sizes), size in zip(of_stages, pricer.memory.slot_bytes(pricer.compiled), strict=True):
+    for (stage, sizes), size in zip(of_stages, pricer.memory.message_bytes(pricer.compiled), strict=True):
         for worker in stage.workers(replicas[stage.module]):
-            slots[worker] = slots.get(worker, 0.0) + size * sizes.edge_tokens
+            under_way[worker] = under_way.get(worker, 0.0) + size * sizes.edge_tokens
     for stage, sizes in of_stages:
         for worker in stage.workers(replicas[stage.module]):
-            now = held.get(worker, pricer.memory.resident_bytes[worker] + slots[worker]) + sizes.kept
+            now = held.get(worker, pricer.memory.resident_bytes[worker] + under_way[worker]) + sizes.kept
             fullest = np.maximum(fullest, now + sizes.passing)
             if pricer.stage_costs.trained.has_backward(stage):
                 held[worker] = now

@@ -1,5 +1,5 @@
-"""Memory on a plan's ranks: parameters, gradients and optimiser state, the microbatches in flight, and on GPUs slots
-for messages and communicators.
+"""Memory on a plan's ranks: parameters, gradients and optimiser state, the microbatches in flight, messages that are
+under way, and on GPUs slots for messages and communicators.
 
 A worker is a group of ranks that act together (`step.nodes`); all of its ranks hold equally many bytes.
 `memory_limit` decides which batches fit.
@@ -16,7 +16,7 @@ from dflop.config import ClusterConfig
 from dflop.costs import Loads
 from dflop.plan import PLACEMENTS
 from dflop.schedule.assignment import Cells
-from dflop.schedule.edge_bytes import EdgeBytes, slot_bytes_of
+from dflop.schedule.edge_bytes import EdgeBytes, message_bytes_of
 from dflop.schedule.stage_costs import StageCosts
 from dflop.step import CompiledPlan, num_communicators, peak_bytes
 
@@ -84,7 +84,7 @@ class PlanMemory:
         return float(self.held_bytes(self.resident_bytes + self._peak_bytes(of_stages, order)).max())
 
     def peak_bytes(self, cells: Mapping[str, Cells], order: CompiledPlan) -> np.ndarray:
-        """Peak bytes of microbatches and of slots for messages on each worker's ranks in this order of the plan,
+        """Peak bytes of microbatches and of messages under way on each worker's ranks in this order of the plan,
         [num_workers]."""
         return self._peak_bytes(self.of_stages(cells), order)
 
@@ -170,17 +170,15 @@ class PlanMemory:
             cells[grid.module] = Cells(loads, full if has_bridges else nothing)
         return cells
 
-    def slot_bytes(self, order: CompiledPlan) -> np.ndarray:
-        """Bytes of a GPU's slots for messages, for each token of the largest microbatch, [num_stages]."""
-        if not self._has_gpus:
-            return np.zeros(len(self._stage_costs.stages))
-        return slot_bytes_of(self._plan, order.slot_counts, self._edge_bytes)
+    def message_bytes(self, order: CompiledPlan) -> np.ndarray:
+        """Bytes of messages that are under way, for each token of the largest microbatch, [num_stages]."""
+        return message_bytes_of(self._plan, order, self._edge_bytes, has_slots=self._has_gpus)
 
     def _peak_bytes(self, of_stages: Sequence[MicrobatchBytes], order: CompiledPlan) -> np.ndarray:
-        """Peak bytes of microbatches on each worker's ranks, with slots for their messages, [num_workers]."""
+        """Peak bytes of microbatches on each worker's ranks, with their messages, [num_workers]."""
         kept, passing, edge_tokens = zip(*of_stages, strict=True)
         held = peak_bytes(order, np.concatenate(kept), np.concatenate(passing))
-        for stage, tokens, size in zip(self._stage_costs.stages, edge_tokens, self.slot_bytes(order), strict=True):
+        for stage, tokens, size in zip(self._stage_costs.stages, edge_tokens, self.message_bytes(order), strict=True):
             if size:
                 workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
                 held[workers] += np.repeat(tokens.max(axis=1) * size, stage.span)

@@ -75,7 +75,10 @@ class Pricer:
         self.stage_costs = StageCosts(
             self.plan, self.costs, spec, trained, sharing, value_bytes, cluster.hides_transfers
         )
-        self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes, has_slots=cluster.device == "cuda")
+        in_slots = [grid.module for grid in self.plan.grids if trained.trains(grid.module)]
+        self.edge_bytes = edge_bytes_of(
+            self.plan, spec, value_bytes, in_slots=in_slots if cluster.device == "cuda" else ()
+        )
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
         self.stages = self.stage_costs.stages
 

@@ -20,7 +20,7 @@ class StepMemory(NamedTuple):
     kept: PackedForms
     passing: PackedTerms  # the largest term of a stage counts
     edge_bytes: np.ndarray  # [num_stages], bytes of a token at an edge (`EdgeBytes.held`)
-    slot_bytes: np.ndarray  # [num_stages], for each token of the largest microbatch (`PlanMemory.slot_bytes`)
+    message_bytes: np.ndarray  # [num_stages], for each token of the largest microbatch (`PlanMemory.message_bytes`)
     room_bytes: np.ndarray  # [num_workers], what parameters and optimiser state leave
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
@@ -40,7 +40,7 @@ def step_memory(pricer: Pricer) -> StepMemory:
         kept=pack_forms(kept),
         passing=pack_terms(passing),
         edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
-        slot_bytes=pricer.memory.slot_bytes(compiled),
+        message_bytes=pricer.memory.message_bytes(compiled),
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
         kept_bytes=np.zeros(cells),
         passing_bytes=np.zeros(cells),
@@ -51,7 +51,7 @@ def step_memory(pricer: Pricer) -> StepMemory:
 def excess_bytes(memory, forms, state):
     """The bytes by which the fullest worker exceeds its room (negative where it does not), and its index."""
     stages, num_encoders = forms.stages, len(forms.first_replica) - 1
-    in_slots = np.zeros(len(memory.room_bytes))
+    under_way = np.zeros(len(memory.room_bytes))
     for stage in range(len(stages)):
         module = forms.module[stage]
         for replica in range(stages[stage, DP]):
@@ -73,8 +73,8 @@ def excess_bytes(memory, forms, state):
                 memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges
                 memory.passing_bytes[node, microbatch] = largest_at(memory.passing, stage, loads)
             first = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN]
-            in_slots[first : first + stages[stage, SPAN]] += memory.slot_bytes[stage] * most_tokens
+            under_way[first : first + stages[stage, SPAN]] += memory.message_bytes[stage] * most_tokens
     held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
-    held += in_slots - memory.room_bytes
+    held += under_way - memory.room_bytes
     fullest = held.argmax()
     return held[fullest], fullest

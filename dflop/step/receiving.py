@@ -6,7 +6,9 @@ would wait for that. A slot is free as soon as its last message was copied out. 
 to receive into slots long before a message is needed, and messages come in while the GPU computes. A copy out of a slot
 takes about a hundredth of the time of its message. A channel has a slot for each operation that is under way, and one
 more at most. What is sent waits for the computation that made it, and for no later one: features may be sent only when
-their receiver has come further, and their sender has computed other things since.
+their receiver has come further, and their sender has computed other things since. It keeps its memory while its rank
+computes once more. Behind that the compute stream waits until it has arrived: the host, which is ahead, would see too
+late that it has.
 """
 
 from collections import Counter, defaultdict, deque
@@ -17,6 +19,7 @@ from math import prod
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 __all__ = ["CudaStreams", "FreshTensors", "NoStreams", "Receiver", "Slots", "receiver_on"]
 
@@ -37,6 +40,9 @@ class Receiver(Protocol):
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
         """The message that came into a buffer, once the compute stream waits for it. The buffer is used again."""
 
+    def lets_go(self, sent: dist.Work) -> bool:
+        """Whether the memory of what was sent before the last computation may be used again."""
+
 
 class FreshTensors:
     """A new tensor for each message."""
@@ -55,6 +61,9 @@ class FreshTensors:
 
     def take(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer
+
+    def lets_go(self, sent: dist.Work) -> bool:
+        return sent.is_completed()
 
 
 @dataclass(slots=True)
@@ -152,6 +161,10 @@ class Slots:
             slot.free_from = self._streams.computed()
             self._free[channel].append(slot)
         return message
+
+    def lets_go(self, sent: dist.Work) -> bool:
+        sent.wait()
+        return True
 
 
 def receiver_on(device: torch.device, dtype: torch.dtype) -> Receiver:

@@ -3,8 +3,9 @@
 The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
 from the schedule, so nothing is exchanged to learn them. Messages are sent and received behind the computations of the
 host: those of one place in the total order and one channel together, as one operation. Received tensors come while the
-rank computes, and a computation waits only for those that it takes. A tensor from one node to another of the same rank
-is handed over without a copy. The ranks of a worker carry out the same instructions, each with wires of its own.
+rank computes, and a computation waits only for those that it takes. What was sent is kept during one more computation.
+A tensor from one node to another of the same rank is handed over without a copy. The ranks of a worker carry out the
+same instructions, each with wires of its own.
 """
 
 import time
@@ -118,12 +119,14 @@ class _Step:
         received = self._received.pop((True, item.node, item.microbatch), {})
         with self._clock.span(item):
             made = work.forward(item.microbatch, received)
+        self._let_go()
         self._pass_on(item, made)
 
     def backward(self, item: Instruction) -> None:
         received = self._received.pop((False, item.node, item.microbatch), {})
         with self._clock.span(item):
             made = self._works[item.node].backward(item.microbatch, received)
+        self._let_go()
         self._pass_on(item, made)
 
     def sync_gradients(self, item: Instruction) -> None:
@@ -132,7 +135,6 @@ class _Step:
 
     def exchange(self, items: Iterable[Instruction]) -> None:
         """Begin to send and receive: what takes the same channel is one operation."""
-        self._sending = [sent for sent in self._sending if not sent.work.is_completed()]  # lets go of what has arrived
         by_channel: dict[int, _Exchange] = defaultdict(_Exchange)
         for item in items:
             if (shape := self._works[item.node].edge_shape(item.microbatch, item.edge)) is None:
@@ -168,6 +170,10 @@ class _Step:
             for sent in self._sending:
                 sent.work.wait()
         return self._clock.spans()
+
+    def _let_go(self) -> None:
+        """Free the memory of what was sent before the last computation."""
+        self._sending = [sent for sent in self._sending if not self._links.receiver.lets_go(sent.work)]
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
         """Hand over the tensors that other nodes of this rank take, and keep those that are sent until their send."""

@@ -5,14 +5,16 @@ for each channel of messages. Streams may share hardware queues, in the worst ca
 what stands behind an operation does not begin before that has ended. Sends and receives of one place and channel are
 one operation, as `batch_isend_irecv` makes them: it begins when all that was computed so far has ended, and ends when
 the other end of each of its messages has begun, too; nothing is buffered. What a node computes begins when the messages
-that it waits for have ended. It ends when all workers have begun it that take part: those of the node, and those of the
-replicas that share its parameters.
+that it waits for have ended, and those that its worker sent before the computation before. It ends when all workers
+have begun it that take part: those of the node, and those of the replicas that share its parameters.
 
 Collectives stand where training on GPUs issues them, each in the stream of its communicator. The step begins with the
 sum over all ranks that ends the one before, and with gathers of updated parameters, for which a node's first forward
 waits. The two ends of the LLM's pipeline exchange a tied embedding behind that, and its gradient in the gradient sync.
 In the middle of a node's last backward, gradients begin to be summed: over the node's replicas or, where these share
-parameters, over the copies. The gradient sync begins the sums that are left, and waits for all of them.
+parameters, over the copies. The gradient sync begins the sums that are left, and waits for all of them. A group of one
+rank sums and gathers nothing; its collectives stand here, too, and wait for no other rank. Without a collective there
+is only less to wait for, so what ends with all of them ends without some.
 """
 
 from collections import Counter, defaultdict, deque
@@ -67,23 +69,30 @@ def _always(edge: int, microbatch: int) -> bool:
 
 
 def unfinished(
-    program: Program, num_queues: int | None = None, has_message: Callable[[int, int], bool] = _always
+    program: Program,
+    num_queues: int | None = None,
+    has_message: Callable[[int, int], bool] = _always,
+    *,
+    is_tied: bool = True,
 ) -> dict[int, Instruction]:
     """By worker, the instruction at which it waits for ever; empty where everything ends.
 
     `num_queues` are the hardware queues that a worker's streams share, None for one each. `has_message` tells for an
-    edge and a microbatch whether there is anything to send.
+    edge and a microbatch whether there is anything to send. Where the LLM's head is not tied to its embedding
+    (`is_tied`), the ends of its pipeline exchange nothing.
     """
-    return _World(program, num_queues, has_message).run()
+    return _World(program, num_queues, has_message, is_tied=is_tied).run()
 
 
 class _World:
     """All workers' queues, and who has come to which meeting."""
 
-    def __init__(self, program: Program, num_queues: int | None, has_message: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, program: Program, num_queues: int | None, has_message: Callable[[int, int], bool], *, is_tied: bool
+    ) -> None:
         self._program, self._has_message = program, has_message
         self._routes = make_routes(program.workers, program.edges)
-        self._ends = _ends_of(program)
+        self._ends = _ends_of(program) if is_tied else {}
         self._queues: list[dict[int, deque[_Operation]]] = []
         self._num_expected: Counter[Hashable] = Counter()
         self._came: dict[Hashable, list[_Operation]] = defaultdict(list)
@@ -133,6 +142,7 @@ class _World:
         awaited: list[_Operation] = []
         under_way: dict[int, list[_Operation]] = defaultdict(list)  # by node: gathers, later sums
         receiving: dict[tuple[bool, int, int], _Operation] = {}
+        sent: list[_Operation] = []  # since the last computation
         for operation in self._before(worker, instructions[:1], under_way):
             yield operation
             computed = [operation] if operation.stream == 0 else computed
@@ -147,6 +157,8 @@ class _World:
                     operation.meetings += self._messages(worker, item)
                     if item.op.is_receive:
                         receiving[item.op.is_forward, item.edge, item.microbatch] = operation
+                    else:
+                        sent.append(operation)
                 yield from (by_channel[channel] for channel in sorted(by_channel))
                 continue
             for item in items:
@@ -158,7 +170,7 @@ class _World:
                 for operation in self._computed(worker, item, computed, awaited, under_way):
                     yield operation
                     computed = [operation] if operation.stream == 0 else computed
-                awaited = []
+                awaited, sent = sent, []
 
     def _before(
         self, worker: int, first: Sequence[Instruction], under_way: dict[int, list[_Operation]]

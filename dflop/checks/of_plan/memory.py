@@ -31,7 +31,7 @@ from dflop.search import pricer_of
 from dflop.shapes import SampleShapes
 from dflop.step import Node, Op, Program, StepInstructions, make_program
 from dflop.step.nodes import worker_of
-from dflop.step.receiving import NoStreams, Slots
+from dflop.step.receiving import FreshTensors, NoStreams, Slots
 from dflop.step.run import run_instructions
 from dflop.train.feed import samples_of
 from dflop.train.node_work import TRAINING, make_works
@@ -154,11 +154,16 @@ def _run(
                 others.tell(f"{TRAINING}/{schedule.step}", microbatch, node, ())
     for work in works.values():
         work.begin_step(schedule)
-    # Without receivers, the rank sends nothing, and so does not hold what in training is sent and has arrived.
-    links = replace(topology.links, sends={})
-    if config.cluster.device == "cuda":
-        links = replace(links, receiver=Slots(links.device, links.dtype, NoStreams()))
-    run_instructions(instructions, works, links)
+    links, is_cuda = topology.links, config.cluster.device == "cuda"
+    receiver = Slots(links.device, links.dtype, NoStreams()) if is_cuda else _OnTime(links.device, links.dtype)
+    run_instructions(instructions, works, replace(links, receiver=receiver))
+
+
+class _OnTime(FreshTensors):
+    """Memory of messages on a CPU. What is sent arrives while its rank computes once more."""
+
+    def lets_go(self, sent: dist.Work) -> bool:
+        return True
 
 
 def _schedule(program: Program, shapes: SampleShapes, assignment: Assignment) -> StepSchedule:
@@ -206,12 +211,12 @@ def _inputs(
         num_samples = int(chosen.sum())
         shape = (num_samples * len(pictures) * picture.num_items, *model.processors[node.module].item_shape)
         kept = tuple(schedule.kept_tokens[chosen, schedule.encoders.index(node.module)].tolist())
-        # No variable holds the items, which in training are in the host's memory and here would count as the device's.
+        # Without memory: in training the items are in the host's, and here they would count as the device's.
         yield LoadedMedia(
             batch=runtime.encoder_batch(
                 spec,
                 node.module,
-                items=torch.zeros(shape) if num_samples else None,
+                items=torch.zeros(1).expand(shape) if num_samples else None,
                 media=(pictures,) * num_samples,
                 kept_tokens=kept,
             )

@@ -136,6 +136,8 @@ def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file)
         for checked in (on_cpus, on_gpus):
             ratio = checked.predicted["activations"] / checked.tracked["activations"]
             assert ratio == pytest.approx(1.0, abs=0.05), rank
+        if plan.placement == "disjoint" and on_gpus.nodes[0].pp_stage == 1:  # it sends the gradient of a microbatch
+            assert ratio == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["pipelined", "tensor parallelism, recomputing"])
@@ -155,7 +157,7 @@ def test_a_frozen_encoder_keeps_nothing_before_its_projector(name, costs_file):
     for rank in {0, plan.grid("vision").num_ranks - 1}:
         checked = check_rank(config, plan, costs, LOAD, rank)
         for category in MEMORY_CATEGORIES[:3]:
-            assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.05), (rank, category)
+            assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.01), (rank, category)
         trained = check_rank(load_config(CONFIG), plan, costs, LOAD, rank)
         assert checked.predicted["activations"] < 0.97 * trained.predicted["activations"]
         assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank

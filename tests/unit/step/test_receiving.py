@@ -1,5 +1,6 @@
 """Slots of a GPU: a message is copied out before its memory is used again, and no receive waits for computations."""
 
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -116,8 +117,8 @@ class Encoder:
         return {0: torch.zeros(2)}
 
 
-def test_features_that_are_sent_later_do_not_wait_for_what_their_sender_has_computed_since():
-    slots, streams = make()
+def send_in(order: list[str], slots: Slots, work: Encoder) -> None:
+    """Carry out forwards (F0) and sends of their features (S0) in an order."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         links = Links(
@@ -130,9 +131,40 @@ def test_features_that_are_sent_later_do_not_wait_for_what_their_sender_has_comp
             dtype=torch.float32,
             receiver=slots,
         )
-        forwards = [Instruction(Op.FORWARD, 0, microbatch, place=microbatch) for microbatch in range(3)]
-        sends = [Instruction(Op.SEND_FORWARD, 0, microbatch, 0, place) for microbatch, place in ((0, 2), (1, 3))]
-        run_instructions([*forwards, *sends], {0: Encoder(streams)}, links)
+        instructions = [
+            Instruction(Op.FORWARD, 0, int(number), place=place)
+            if kind == "F"
+            else Instruction(Op.SEND_FORWARD, 0, int(number), 0, place)
+            for place, (kind, number) in enumerate(order)
+        ]
+        run_instructions(instructions, {0: work}, links)
     finally:
         dist.destroy_process_group()
+
+
+def test_features_that_are_sent_later_do_not_wait_for_what_their_sender_has_computed_since():
+    slots, streams = make()
+    send_in(["F0", "F1", "F2", "S0", "S1"], slots, Encoder(streams))
     assert streams.waited_for == [[1], [2]]
+
+
+class WatchedEncoder(Encoder):
+    """Notes how many of its features have memory when a forward begins."""
+
+    def __init__(self, streams: RecordedStreams) -> None:
+        super().__init__(streams)
+        self.made, self.num_held = [], []
+
+    def forward(self, microbatch, received):
+        self.num_held.append(sum(features() is not None for features in self.made))
+        made = super().forward(microbatch, received)
+        self.made.append(weakref.ref(made[0]))
+        return made
+
+
+def test_what_was_sent_keeps_its_memory_while_its_rank_computes_once_more():
+    """The host, which is ahead of the GPU, sees no message arrive."""
+    slots, streams = make()
+    encoder = WatchedEncoder(streams)
+    send_in(["F0", "S0", "F1", "S1", "F2", "F3", "S2", "F4", "F5"], slots, encoder)
+    assert encoder.num_held == [0, 1, 1, 1, 2, 2]

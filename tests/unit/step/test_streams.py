@@ -32,12 +32,16 @@ def drawn_messages(program, seed: int, share: float):
 
 @settings(max_examples=400)
 @given(
-    order=orders(), num_queues=st.sampled_from(QUEUES), seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.3, 1.0])
+    order=orders(),
+    num_queues=st.sampled_from(QUEUES),
+    seed=st.integers(0, 99),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    is_tied=st.booleans(),
 )
-def test_every_program_ends(order, num_queues, seed, share):
+def test_every_program_ends(order, num_queues, seed, share, is_tied):
     plan, frozen, slots = order
     program = make_program(plan, TrainedSet(frozen), slots)
-    assert unfinished(program, num_queues, drawn_messages(program, seed, share)) == {}
+    assert unfinished(program, num_queues, drawn_messages(program, seed, share), is_tied=is_tied) == {}
 
 
 @settings(max_examples=100)
