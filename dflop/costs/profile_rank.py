@@ -29,7 +29,7 @@ from dflop.costs.measured import POINT_KEYS, Measured, write_measured
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.attention import kernel_name
 from dflop.models.compilation import compiles_layers
-from dflop.models.compile_log import compiled_so_far
+from dflop.models.compile_log import Stopwatch
 from dflop.models.precision import COMPUTES_IN
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.plan.layout_key import LayoutKey
@@ -87,16 +87,12 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     )
     parameters, mhz_before = bench.parameter_sizes(), sm_mhz(device)
     rows: list[dict[str, Any]] = []
-    started, compiled = time.monotonic(), compiled_so_far()
-
-    def spent_s() -> float:  # without compiling, which would leave little of the budget for measuring
-        return time.monotonic() - started - compiled.seconds
-
+    started, spent = time.monotonic(), Stopwatch()  # compiling would leave little of the budget for measuring
     budget_s, failure = config.costs.time_budget_s, None
     with progress_bar(total=round(budget_s), unit="s", disable=dist.get_rank() != 0) as bar:
         while True:
             asked = None
-            if dist.get_rank() == 0 and (spent_s() < budget_s or not design.is_covered):
+            if dist.get_rank() == 0 and (spent.seconds < budget_s or not design.is_covered):
                 try:
                     asked = design.next(rows, parameters)
                 except UserError as error:
@@ -108,7 +104,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             rows += measured
             seconds = [row["seconds"] for row in measured]
             design.took(asked[0], None if None in seconds else sum(seconds), measured[0]["peak_bytes"])
-            bar.update(min(round(budget_s), round(spent_s())) - bar.n)
+            bar.update(min(round(budget_s), round(spent.seconds)) - bar.n)
             error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
             bar.set_description_str(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
     if failure:

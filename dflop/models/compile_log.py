@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compiled", "compiled_so_far", "keep_log", "why_not_compiled"]
+__all__ = ["Compiled", "Stopwatch", "compiled_so_far", "keep_log", "why_not_compiled"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +35,17 @@ class Compiled:
     @property
     def num_eager(self) -> int:
         return self.num_fallbacks + self.num_limits
+
+
+class Stopwatch:
+    """Seconds since it was made, but for those that torch.compile took."""
+
+    def __init__(self) -> None:
+        self._began_s, self._compiled_s = time.monotonic(), _so_far.seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_s - (_so_far.seconds - self._compiled_s)
 
 
 _so_far = Compiled()

@@ -13,11 +13,12 @@ from torch._inductor import config as inductor_config
 from transformers import AttentionInterface
 
 from dflop.costs.design import Point
+from dflop.costs.made_up import MadeUpRuns
 from dflop.costs.measure import Bench
-from dflop.models import family_of, load_runtime
+from dflop.models import compile_log, family_of, load_runtime
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compilation import compile_layers, compiles_layers
-from dflop.models.compile_log import compiled_so_far, why_not_compiled
+from dflop.models.compile_log import Stopwatch, compiled_so_far, why_not_compiled
 from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.stages import LlmStage, Stage
 
@@ -219,6 +220,73 @@ def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_co
         all_modes(stage)
     assert compiled_so_far().num_limits > 0
     assert "recompile_limit" in compiled_so_far().reason
+
+
+# Each with other modes: whether layers are recomputed, and whether they are frozen.
+FAMILIES_IN_MODES = [
+    ("internvl", "vision", True, False),
+    ("qwen2_5_vl", "vision", False, True),
+    ("qwen3_vl", "llm", False, False),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in [
+            ("llava_onevision", "vision", False, False),
+            ("qwen3_vl", "vision", True, False),
+            ("qwen2_5_omni_thinker", "audio", False, True),
+            ("internvl", "llm", False, True),
+            ("qwen2_5_vl", "llm", True, True),
+            ("qwen2_5_omni_thinker", "llm", True, False),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "module", "is_recomputed", "is_frozen"), FAMILIES_IN_MODES)
+def test_a_run_of_any_family_needs_a_quarter_of_the_graphs_that_it_may_have(
+    monkeypatch, tokenizer, family, module, is_recomputed, is_frozen
+):
+    """A run trains and evaluates in one of four modes, and a process may see all of them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    own, num_layers = family_of(family), 4
+    spec = own.make_spec("tiny", deepcopy(own.presets["tiny"]), {})
+    about = {"placeholder_ids": tokenizer.placeholder_ids, "vocab_size": tokenizer.vocab_size(), "device": CPU}
+    bench = Bench(spec, module, num_layers, **about, precision="bf16", is_compiled=True, is_frozen=is_frozen)
+    stage, runs = bench.stage, MadeUpRuns(spec, module, bench.stage, torch.bfloat16)
+    stage.set_recomputed(num_layers // 2 if is_recomputed else 0)
+    before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit // 4):
+        for size, is_training in itertools.product((3, 5, 1), (True, False)):
+            loads = {"segments": (size, 2 * size), "num_targets": 1} if module == "llm" else {"num_items": size}
+            stage.train(is_training)
+            with torch.set_grad_enabled(is_training):
+                outputs = runs.make(Point("whole", num_layers, is_recomputed, **loads)).forward()
+            for output in outputs:
+                if output.requires_grad:
+                    output.sum().backward()
+    assert compiled_so_far().num_ended > num_compiled
+    assert compiled_so_far().num_eager == before, compiled_so_far().reason
+
+
+def test_first_compiles_take_nothing_of_a_budget_of_seconds(monkeypatch):
+    class Clock:
+        now_s = 0.0
+
+        def monotonic(self) -> float:
+            self.now_s += 0.001
+            return self.now_s
+
+    clock = Clock()
+
+    def slow_compiler(graph, inputs):
+        clock.now_s += 500.0
+        return graph
+
+    monkeypatch.setattr(compile_log, "time", clock)
+    compile_log.keep_log()
+    stopwatch = Stopwatch()
+    torch.compile(lambda values: values + 1, backend=slow_compiler)(torch.ones(2))
+    assert clock.now_s > 500.0
+    assert stopwatch.seconds < 1.0
 
 
 def test_without_a_compiler_layers_stay_eager_and_it_is_said(monkeypatch):
