@@ -1,5 +1,7 @@
 """The communicators of a rank are counted from the plan alone as they are made."""
 
+from collections import defaultdict
+
 import pytest
 from drawn_plans import plans
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from dflop.plan import Grid, Plan
 from dflop.step import make_program, num_communicators
 from dflop.step.routes import channels_of, make_routes
-from dflop.train.groups import rank_groups
+from dflop.train.groups import rank_groups, ranks_of_nodes
 
 
 def made(plan: Plan) -> int:
@@ -22,6 +24,19 @@ def made(plan: Plan) -> int:
 @given(plan=plans())
 def test_as_many_are_counted_as_are_made(plan):
     assert num_communicators(plan) == made(plan)
+
+
+@settings(max_examples=100)
+@given(plan=plans())
+def test_every_rank_is_in_one_group_of_its_replicas_even_if_it_is_alone_there(plan):
+    """torch takes no group for the group of all ranks."""
+    program = make_program(plan, rank=0)
+    groups, alike = rank_groups(program), defaultdict(list)
+    for node, ranks in zip(program.nodes, ranks_of_nodes(program), strict=True):
+        for place, rank in enumerate(ranks):
+            alike[node.module, node.pp_stage, place].append(rank)
+    for (module, *_), ranks in alike.items():
+        assert [group for group in groups["replicas", module] if ranks[0] in group] == [tuple(ranks)]
 
 
 @pytest.mark.parametrize("placement", ["disjoint", "colocated"])
