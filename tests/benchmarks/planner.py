@@ -18,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -55,6 +57,7 @@ LEAST_GAIN, GAIN_MODEL, GAIN_DEVICES = 1.20, "llava_ov_7b", (8, 64, 512)
 # A SigLIP and a 7B LLM, and an InternViT-6B and a 72B LLM.
 MODELS = {"llava_ov_7b": "llava_onevision", "internvl_78b": "internvl"}
 FAMILIES = MODELS | {TWO_ENCODERS: "qwen2_5_omni_thinker"}
+TP_SIZES = (1, 2, 4, 8)
 SIZES = ((8, 64), (32, 256), (64, 512), (512, 4096))
 DEVICE = "h100-80g"
 NUM_SAMPLES = 65_536
@@ -62,6 +65,8 @@ SHARES = {"image": 0.13, "multi_image": 0.43, "video": 0.44}
 FEWEST_PICTURES, MOST_PICTURES, LONGEST_S = 2, 8, 30.0
 # Of samples for a model that hears, this share is a clip's text with a sound of its length in place of its pictures.
 SOUND_SHARE = 0.25
+# Some mixes have clips of so many tokens, without a spread.
+CLIP_TOKENS = 65_000
 # A sample of text alone, in mixes that have some, is as long as this many of the tables' texts.
 TEXTS = 8
 # A prompt's template and a question, where the tables only have an answer; of all text half is learned.
@@ -118,11 +123,16 @@ def alone(function, *arguments):
 
 def write_artifacts(tables: Path, folder: Path, preset: str) -> None:
     """`<preset>.costs.duckdb` and `<preset>.shapes.duckdb`, as the workflow makes them."""
+    write_costs(folder, preset)
+    write_mix(tables, folder, preset)
+
+
+def write_costs(folder: Path, preset: str) -> None:
     config = write_config(folder, preset, 8, 64)
     spec = load_model_spec(load_config(config).model)
     files = []
     for module in (module.name for module in spec.modules):
-        for tp in (1, 2, 4, 8):
+        for tp in TP_SIZES:
             try:
                 check_tp(spec, module, tp)
             except UserError:
@@ -130,6 +140,10 @@ def write_artifacts(tables: Path, folder: Path, preset: str) -> None:
             files.append(folder / f"{preset}.{module}.tp{tp}.parquet")
             dflop("profile-costs", "--config", config, "--module", module, "--tp", tp, "--out", files[-1])
     dflop("fit-costs", *files, "--out", folder / f"{preset}.costs.duckdb")
+
+
+def write_mix(tables: Path, folder: Path, preset: str) -> None:
+    spec = load_model_spec(load_config(write_config(folder, preset, 8, 64)).model)
     shard = folder / f"{preset}.mix.parquet"
     draw_mix(tables, spec.rules, hears=len(spec.encoders) > 1).write_parquet(shard)
     source = {"name": ["mix"], "path": [""], "media_root": [""], "sampling": ["all"], "digest": [""]}
@@ -185,6 +199,8 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
             media = []
         elif kind == "audio":
             media = [rules.audio(seconds, AudioConfig()) for _, _, seconds, _ in drawn]
+        elif kind == "clip":
+            media = [rules.video(frames_within(rules, CLIP_TOKENS), 640, 480)]
         elif kind == "video":
             # One frame a second, the first at 0 s.
             media = [rules.video(math.floor(seconds) + 1, 640, 480) for _, _, seconds, _ in drawn]
@@ -199,7 +215,7 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
                 "sample_id": str(number),
                 "modality": str(kind),
                 "num_images": count if kind in ("image", "multi_image") else 0,
-                "num_frames": num_items if kind == "video" else 0,
+                "num_frames": num_items if kind in ("video", "clip") else 0,
                 "audio_s": sum(seconds for _, _, seconds, _ in drawn) if kind == "audio" else 0.0,
                 "num_items": seen[0],
                 "sum_sq_items": 0.0 if kind == "audio" else sum(own.sum_sq_items for own in media),
@@ -215,6 +231,12 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
             }
         )
     return pl.DataFrame(rows, schema=SHARD_SCHEMA)
+
+
+@cache
+def frames_within(rules, most_tokens: int) -> int:
+    """The most frames of a clip whose tokens are no more than this."""
+    return bisect_right(range(most_tokens), most_tokens, lo=1, key=lambda n: rules.video(n, 640, 480).num_tokens) - 1
 
 
 def measure_speed(folder: Path) -> list[dict[str, object]]:
