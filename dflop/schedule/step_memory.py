@@ -62,12 +62,12 @@ def excess_bytes(memory, forms, state):
                     if forms.sends_text:
                         tokens = loads[1]
                     elif forms.has_bridges:
-                        tokens = state.features[microbatch, :, replica].sum()
+                        tokens = state.received[microbatch, replica]
                 else:
                     encoder_replica = forms.first_replica[module] + replica
                     loads, tokens = state.media[encoder_replica, microbatch], 0.0
                     if forms.has_bridges:
-                        tokens = state.features[microbatch, encoder_replica].sum()
+                        tokens = state.sent[microbatch, encoder_replica]
                 most_tokens = max(most_tokens, tokens)
                 at_edges = memory.edge_bytes[stage] * tokens
                 memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges

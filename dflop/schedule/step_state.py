@@ -25,6 +25,8 @@ class StepState(NamedTuple):
     text: np.ndarray  # loads [num_llm_replicas, num_microbatches, 4]
     media: np.ndarray  # loads [num_encoder_replicas, num_microbatches, 4]
     features: np.ndarray  # tokens [num_microbatches, num_encoder_replicas, num_llm_replicas]
+    sent: np.ndarray  # sums of `features` over the LLM's replicas, [num_microbatches, num_encoder_replicas]
+    received: np.ndarray  # sums of `features` over the encoders' replicas, [num_microbatches, num_llm_replicas]
     entry: np.ndarray  # of the same shape: the message's index in `messages`, -1 where there is none
     messages: Messages
     count: np.ndarray  # samples [num_llm_replicas, num_microbatches]
@@ -53,6 +55,8 @@ def new_state(forms: StageForms, place: np.ndarray, num_microbatches: int) -> St
         text=np.zeros((num_replicas, num_microbatches, 4)),
         media=np.zeros((num_encoder_replicas, num_microbatches, 4)),
         features=np.zeros(pairs),
+        sent=np.zeros(pairs[:2]),
+        received=np.zeros((num_microbatches, num_replicas)),
         entry=np.full(pairs, -1),
         messages=Messages(
             first=(np.cumsum(room) - room).astype(np.uint64),
@@ -125,7 +129,10 @@ def _put(forms, state, samples, sample, sign):
         encoder_replica = state.place[sample, 2 + encoder]
         for load in (0, 2):  # items, and squares of their runs
             state.media[encoder_replica, microbatch, load] += sign * media[sample, encoder, load]
-        state.features[microbatch, encoder_replica, replica] += sign * kept_tokens[sample, encoder]
+        tokens = sign * kept_tokens[sample, encoder]
+        state.features[microbatch, encoder_replica, replica] += tokens
+        state.sent[microbatch, encoder_replica] += tokens
+        state.received[microbatch, replica] += tokens
 
 
 @kernel(inline="always")
@@ -139,7 +146,7 @@ def _price_text(forms, state, replica, microbatch):
 @kernel(inline="always")
 def _price_media(forms, state, encoder_replica, microbatch):
     loads = state.media[encoder_replica, microbatch]
-    tokens = state.features[microbatch, encoder_replica].sum()
+    tokens = state.sent[microbatch, encoder_replica]
     encoder = np.searchsorted(forms.first_replica, encoder_replica, side="right") - 1
     replica = encoder_replica - forms.first_replica[encoder]
     _price_stages(forms, state, encoder, replica, microbatch, loads, loads[0] == 0.0, tokens)
