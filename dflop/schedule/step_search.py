@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.base.kernels import kernel
+from dflop.plan.passes import BACKWARD
 from dflop.schedule.assignment import Assignment
 from dflop.schedule.pricer import Pricer
 from dflop.schedule.stage_costs import loads_of
@@ -24,7 +25,7 @@ from dflop.schedule.step_memory import excess_bytes, step_memory
 from dflop.schedule.step_state import change_places, new_state, price_all
 from dflop.shapes import SampleShapes
 from dflop.step import columns_of
-from dflop.step.simulation_kernel import walk
+from dflop.step.simulation_kernel import DP, FIRST_NODE, SHARED, walk
 from dflop.step.syncs import SyncParts, add_syncs, sync_parts
 
 __all__ = ["StepSearch"]
@@ -230,7 +231,7 @@ def _propose(forms, clocks, state, samples, kind, latest, change):
     """Write a random change of this kind to `change`; return how many samples it moves, 0 where it is not possible."""
     _, _, kept_tokens, by_size, size_rank = samples
     place, count = state.place, state.count
-    sample = _draw_sample(place, clocks.llm_column, clocks.media_column, latest)
+    sample = _draw_sample(forms, clocks, state, kind, latest)
     _note(place, change, 0, sample)
     num_changed = 0
     if kind == _SWAP:
@@ -329,16 +330,59 @@ def _swap_microbatches(place, num_microbatches, of_one_replica, change):
 
 
 @kernel
-def _draw_sample(place, llm_column, media_column, latest):
+def _draw_sample(forms, clocks, state, kind, latest):
     """Draw any sample, or one of the column that ends last: a change elsewhere does not shorten the step."""
-    num_samples, num_columns = place.shape
+    num_samples, num_columns = state.place.shape
     sample = np.random.randint(num_samples)
-    if np.random.random() < FOCUS:
-        for _ in range(MOST_DRAWS):
-            is_there = llm_column[place[sample, 0]] == latest
-            for column in range(2, num_columns):
-                is_there = is_there or media_column[place[sample, column]] == latest
-            if is_there:
-                break
-            sample = np.random.randint(num_samples)
+    if np.random.random() >= FOCUS:
+        return sample
+    module = _draw_module(forms, kind)
+    if forms.stages[forms.first_stage[module], SHARED] > 1:
+        return _draw_of_slowest(forms, clocks, state, module, latest, sample)
+    for _ in range(MOST_DRAWS):
+        is_there = clocks.llm_column[state.place[sample, 0]] == latest
+        for column in range(2, num_columns):
+            is_there = is_there or clocks.media_column[state.place[sample, column]] == latest
+        if is_there:
+            break
+        sample = np.random.randint(num_samples)
     return sample
+
+
+@kernel
+def _draw_module(forms, kind):
+    """The number of the module whose load a change of this kind changes: an encoder's for media alone, else the LLM's;
+    without bridges any module's."""
+    num_encoders = len(forms.first_replica) - 1
+    if not forms.has_bridges:
+        return np.random.randint(num_encoders + 1)
+    if kind in (_MOVE_MEDIA, _SWAP_MEDIA):
+        return np.random.randint(num_encoders)
+    return num_encoders
+
+
+@kernel
+def _draw_of_slowest(forms, clocks, state, module, latest, drawn):
+    """The next sample after `drawn` in the cell that others of its microbatch wait for, in a random microbatch.
+
+    The replicas of the module share parameters, so each waits for the slowest of them in every microbatch. Those in the
+    column that ends last count, or all where none is in it.
+    """
+    stage, num_encoders, num_samples = forms.first_stage[module], len(forms.first_replica) - 1, len(state.place)
+    microbatch, num_microbatches = np.random.randint(state.count.shape[1]), state.count.shape[1]
+    dp, column = forms.stages[stage, DP], 0 if module == num_encoders else 2 + module
+    first_replica = 0 if module == num_encoders else forms.first_replica[module]
+    first_cell = forms.stages[stage, FIRST_NODE] * num_microbatches + microbatch * dp
+    slowest, longest_s = first_replica, -1.0
+    for replica in range(dp):
+        own_column = (
+            clocks.llm_column[replica] if module == num_encoders else clocks.media_column[first_replica + replica]
+        )
+        seconds = state.seconds[BACKWARD, first_cell + replica]
+        if own_column == latest and seconds > longest_s:
+            slowest, longest_s = first_replica + replica, seconds
+    for number in range(num_samples):
+        sample = (drawn + number) % num_samples
+        if state.place[sample, column] == slowest and state.place[sample, 1] == microbatch:
+            return sample
+    return drawn

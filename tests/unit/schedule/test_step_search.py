@@ -296,3 +296,13 @@ def test_the_search_from_ideal_shares_beats_the_best_equal_buckets(start):
     buckets = lpt_buckets(pricer.problem(shapes), ideal_shares(pricer, shapes, len(shapes)))
     shaped = pricer.assign(shapes, *np.divmod(buckets, plan.num_microbatches))
     assert search.step_s(shaped) < 0.97 * search.step_s(first)
+
+
+@pytest.mark.parametrize(("placement", "share"), [("monolithic", 0.78), ("colocated", 0.92)])
+def test_where_replicas_wait_in_every_microbatch_the_slowest_are_relieved(start, placement, share):
+    """All replicas end together, so the step says nothing of which to relieve."""
+    plan = sharing(make_plan(placement, llm_pp=1, llm_dp=8), "parameters", "parameters")
+    search, pricer, shapes, _ = start(plan, num_samples=160)
+    first = pricer.assign(shapes, *np.divmod(np.arange(160) % plan.num_buckets, plan.num_microbatches))
+    _, found_s = search.improve(first, 400, seed=0)
+    assert found_s < share * search.step_s(first)
