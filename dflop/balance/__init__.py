@@ -14,7 +14,7 @@ from dflop.balance.packing import (
     random_buckets,
     small_at_both_ends,
 )
-from dflop.balance.policies import BY_LENGTH, LPT, POLICIES, RANDOM, DrawnBatch, Packing, Policy
+from dflop.balance.policies import BY_LENGTH, LPT, POLICIES, RANDOM, DrawnBatch, Packing, Policy, drawn_in_turns
 from dflop.balance.problem import BatchProblem, bucket_loads, check_assignment, goal_s, least_bucket_s
 from dflop.balance.replicas import balanced_cells
 
@@ -35,6 +35,7 @@ __all__ = [
     "check_assignment",
     "dealt_at_random",
     "descend",
+    "drawn_in_turns",
     "goal_s",
     "least_bucket_s",
     "lpt_buckets",

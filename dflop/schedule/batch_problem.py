@@ -6,12 +6,14 @@ import numpy as np
 
 from dflop.balance import BatchProblem
 from dflop.base import UserError
+from dflop.costs import CostModel, StageKind
+from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
 from dflop.schedule.plan_memory import PlanMemory
 from dflop.schedule.stage_costs import StageCosts, loads_of
 from dflop.shapes import SampleShapes
 
-__all__ = ["balanced_loads_s", "least_step_s", "pose_problem", "seconds_of_columns"]
+__all__ = ["balanced_loads_s", "least_step_s", "loads_without_plan", "pose_problem", "seconds_of_columns"]
 
 # More seconds than any sample takes in a stage: an hour.
 _MOST_SAMPLE_S = 3600.0
@@ -47,6 +49,19 @@ def pose_problem(stage_costs: StageCosts, memory: PlanMemory, shapes: SampleShap
         num_microbatches=plan.num_microbatches,
         max_bucket_tokens=cap if is_even else None,
     )
+
+
+def loads_without_plan(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:
+    """Seconds that each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules].
+
+    They depend on no plan, so plans are priced on batches that are grouped by them.
+    """
+    columns = []
+    for module in spec.modules:
+        whole = StageKind.whole(module.name, min(costs.layouts[module.name]), module.num_layers)
+        seconds = costs.additive_loads_s(whole, loads_of(module.name, shapes))
+        columns.append(seconds / max(seconds.sum(), 1e-300))
+    return np.column_stack(columns)
 
 
 def balanced_loads_s(plan: Plan, of_modules: Mapping[str, np.ndarray]) -> np.ndarray:

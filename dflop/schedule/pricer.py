@@ -11,14 +11,14 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dflop.balance import BatchProblem
+from dflop.balance import BatchProblem, DrawnBatch
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.schedule.assignment import Assignment, Cells, cells_of, deal_media
-from dflop.schedule.batch_problem import least_step_s, pose_problem
+from dflop.schedule.batch_problem import least_step_s, loads_without_plan, pose_problem
 from dflop.schedule.correction import NO_CORRECTIONS, Corrections
 from dflop.schedule.edge_bytes import edge_bytes_of
 from dflop.schedule.plan_memory import MicrobatchBytes, PlanMemory
@@ -107,6 +107,10 @@ class Pricer:
     def problem(self, shapes: SampleShapes) -> BatchProblem:
         """The batch as a balancing problem (`pose_problem`)."""
         return pose_problem(self.stage_costs, self.memory, shapes)
+
+    def drawn(self, shapes: SampleShapes, seed: Sequence[int]) -> DrawnBatch:
+        """The batch as the search of plans sees it, without a plan. Policies draw from `seed`."""
+        return DrawnBatch(loads_without_plan(shapes, self._about[0], self.costs), shapes.llm_tokens, seed, num_kept=1)
 
     def assign(self, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
         """Complete an assignment with the replicas that encode the samples' media (`deal_media`), and, where the plan's

@@ -30,7 +30,9 @@ from dflop.balance import (
     IlpResult,
     Policy,
     balanced_cells,
+    bucket_loads,
     check_assignment,
+    drawn_in_turns,
     lpt_buckets,
     quick_buckets,
     small_at_both_ends,
@@ -163,15 +165,17 @@ class BatchScheduler:
         problem, packings = _packed(problem, lambda unpacked: policy.packings(unpacked, rng, lambda: self._shares))
         place = self._ordered if policy.may_reorder else self._as_packed
         starts = [start for name, packing in packings.items() for start in place(shapes, problem, packing.bucket, name)]
-        even = self._even_numbers(shapes, problem) if policy.searches else []
+        others = [self._as_priced(shapes, policy, step)] if policy.may_reorder else []
+        others += self._for_shared_parameters(shapes, problem) if policy.searches else []
         if policy.solves:
             name = min(starts, key=lambda start: start.step_s).name
             solved = self._solve(problem, *packings[name])
             starts += self._ordered(shapes, problem, solved.bucket, f"{name}, kept")
-            starts, even = (
-                [start._replace(name=_with_ilp(start.name, solved.status)) for start in some] for some in (starts, even)
+            starts, others = (
+                [start._replace(name=_with_ilp(start.name, solved.status)) for start in some]
+                for some in (starts, others)
             )
-        starts += even
+        starts += others
         fitting = self._fastest_that_fits(shapes, problem, starts)
         num_beyond = sum(fitting is None or start.step_s < fitting.step_s for start in starts)
         if policy.searches:
@@ -207,19 +211,34 @@ class BatchScheduler:
         assert self._holds(shapes, problem, found)
         return found, f"{start.name}, search {found_s / start.step_s - 1:+.1%}"
 
-    def _even_numbers(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
-        """A start with each microbatch balanced by itself, and equally many samples in all buckets.
+    def _as_priced(self, shapes: SampleShapes, policy: Policy, step: int) -> "_Start":
+        """The batch as it is grouped to price plans: no schedule takes longer than that step."""
+        drawn, plan = self.pricer.drawn(shapes, [self._seed, step]), self.pricer.plan
+        return self._start(shapes, "as priced", *policy.quick(drawn, plan.grid("llm").dp, plan.num_microbatches))
 
-        It is for LLM replicas that share parameters, and so wait for each other in every microbatch; other plans, and
-        batches that do not divide evenly, get none.
+    def _for_shared_parameters(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
+        """Starts for LLM replicas that share parameters, and so wait for each other in every microbatch; else none.
+
+        Buckets of about the same load share a microbatch. They are balanced over all modules, or for the LLM alone:
+        media may be encoded elsewhere. In another start all buckets have equally many samples, if that is possible.
         """
         dp, num_microbatches = self.pricer.plan.grid("llm").dp, problem.num_microbatches
-        size, rest = divmod(len(shapes), dp * num_microbatches)
-        if rest or not self.pricer.plan.grid("llm").gathers:
+        if not self.pricer.plan.grid("llm").gathers:
             return []
-        microbatch, rank = np.divmod(balanced_cells(problem.loads_s, dp, size), dp)
-        assignment = self._split(shapes, problem, rank * num_microbatches + microbatch)
-        return [_Start(self.pricer.step_s(shapes, assignment), "even numbers", assignment)]
+        starts = []
+        for name, columns in {"in turns": problem.loads_s, "in turns by llm": problem.loads_s[:, -1:]}.items():
+            packed, bucket = _packed(replace(problem, loads_s=columns), lpt_buckets)
+            load = bucket_loads(packed, bucket).sum(axis=1)
+            starts.append(self._start(shapes, name, *drawn_in_turns(bucket, load, dp)))
+        size, rest = divmod(len(shapes), dp * num_microbatches)
+        if not rest:
+            microbatch, rank = np.divmod(balanced_cells(problem.loads_s, dp, size), dp)
+            starts.append(self._start(shapes, "even numbers", rank, microbatch))
+        return starts
+
+    def _start(self, shapes: SampleShapes, name: str, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> "_Start":
+        assignment = self.pricer.assign(shapes, llm_dp_rank, microbatch)
+        return _Start(self.pricer.step_s(shapes, assignment), name, assignment)
 
     def _with_flatter_ends(self, shapes: SampleShapes, problem: BatchProblem) -> list["_Start"]:
         """Packings between ideal and equal shares, ever closer to equal ones, until one fits into memory."""

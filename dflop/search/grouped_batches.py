@@ -8,10 +8,10 @@ import numpy as np
 
 from dflop.balance import DrawnBatch, Policy
 from dflop.config import Config
-from dflop.costs import PARTS, CostModel, Loads, StageKind
+from dflop.costs import PARTS, CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.plan.layout_key import LayoutKey
-from dflop.schedule import GlobalBatches, loads_of, sums_by_cell
+from dflop.schedule import GlobalBatches, loads_of, loads_without_plan, sums_by_cell
 from dflop.shapes import SampleShapes
 
 __all__ = ["GroupedBatches"]
@@ -37,7 +37,7 @@ class GroupedBatches:
         self.largest = samples.take(_largest(samples))
         num_kept = max(1, _MOST_KEPT // num_batches)
         self.drawn = [
-            DrawnBatch(_loads_s(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)
+            DrawnBatch(loads_without_plan(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)
             for batch, shapes in enumerate(self.shapes)
         ]
 
@@ -81,14 +81,3 @@ def _largest(samples: SampleShapes) -> np.ndarray:
         largest.append(first)
         left = left[(sizes[left] > sizes[first]).any(axis=1)]
     return np.array(largest)
-
-
-def _loads_s(shapes: SampleShapes, spec: ModelSpec, costs: CostModel) -> np.ndarray:
-    """Seconds that each sample adds to each whole module, as shares of the batch's, [num_samples, num_modules]."""
-    columns = []
-    for module in spec.modules:
-        layout = min(costs.layouts[module.name])
-        whole = StageKind.whole(module.name, layout, module.num_layers)
-        seconds = costs.additive_loads_s(whole, loads_of(module.name, shapes))
-        columns.append(seconds / max(seconds.sum(), 1e-300))
-    return np.column_stack(columns)

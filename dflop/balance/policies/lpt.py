@@ -12,7 +12,7 @@ from dflop.balance.policies.policy import DrawnBatch, Policy
 from dflop.balance.problem import BatchProblem
 from dflop.base.kernels import kernel
 
-__all__ = ["POLICY", "Lpt"]
+__all__ = ["POLICY", "Lpt", "drawn_in_turns"]
 
 
 class Lpt(Policy):
@@ -25,6 +25,12 @@ class Lpt(Policy):
     def quick(self, drawn: DrawnBatch, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """Even buckets without moves and swaps, small ones first and last on every replica."""
         return _drawn_in_turns(*drawn.even_buckets(dp * num_microbatches), dp, _places(num_microbatches))
+
+
+def drawn_in_turns(bucket: np.ndarray, load: np.ndarray, dp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Replica and microbatch of each sample, where buckets of about the same `load` [num_buckets] are those of one
+    microbatch, and small ones come first and last."""
+    return _drawn_in_turns(bucket, np.argsort(-load, kind="stable"), dp, _places(len(load) // dp))
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dflop.balance import balanced_cells, lpt_buckets
+from dflop.balance import balanced_cells, bucket_loads, drawn_in_turns, lpt_buckets
 from dflop.base import UserError
 from dflop.config import ClusterConfig, ScheduleConfig
 from dflop.plan import Grid, Plan
@@ -113,6 +113,25 @@ def test_replicas_that_meet_in_every_microbatch_are_never_worse_off_than_with_th
             assert scheduler.schedule(step).step_s <= of_sampler * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("placement", ["monolithic", "colocated"])
+def test_replicas_that_meet_in_every_microbatch_are_never_worse_off_than_with_like_loads_together(
+    make_scheduler, placement
+):
+    grid = {"num_ranks": 8, "sharding": "parameters"}
+    grids = Grid(module="vision", **grid), Grid(module="llm", **grid)
+    plan = Plan(placement=placement, grids=grids, num_microbatches=2)
+    scheduler = make_scheduler(plan, "search", batch_size=100, search_trials=0)
+    for step in range(NUM_STEPS):
+        batch = scheduler.samples.take(scheduler.batches[step])
+        problem = scheduler.pricer.problem(batch)
+        for loads_s in (problem.loads_s, problem.loads_s[:, -1:]):  # encoders deal media anew
+            packed = dataclasses.replace(problem, loads_s=loads_s)
+            bucket = lpt_buckets(packed)
+            groups = drawn_in_turns(bucket, bucket_loads(packed, bucket).sum(axis=1), 8)
+            together_s = scheduler.pricer.step_s(batch, scheduler.pricer.assign(batch, *groups))
+            assert scheduler.schedule(step).step_s <= together_s * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("policy", ["lpt", "ilp"])
 def test_regrouping_is_faster_than_chance(schedules, policy):
     mean_s = {name: np.mean([schedule.step_s for schedule in listed]) for name, listed in schedules.items()}
@@ -123,7 +142,11 @@ def test_regrouping_is_faster_than_chance(schedules, policy):
 def test_what_a_schedule_says_of_itself_holds(schedules, policy):
     for schedule in schedules[policy]:
         assert schedule.policy == policy
-        begins = {"random": "random", "lpt": "lpt", "ilp": ("lpt, ilp ", "small ends, ilp ")}
+        begins = {
+            "random": "random",
+            "lpt": ("lpt", "as priced"),
+            "ilp": ("lpt, ilp ", "small ends, ilp ", "as priced, ilp "),
+        }
         assert schedule.status.startswith(begins[policy])
         assert schedule.lower_bound_s <= schedule.step_s * (1 + 1e-9)
         assert 0 <= schedule.idle < 1

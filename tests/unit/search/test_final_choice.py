@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from spaces import make_config
+from spaces import ALL_SHARDINGS, make_config
 
 from dflop.config import ScheduleConfig
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
-from dflop.search import describe_choice, with_finalists_scheduled
+from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
 
 
 def scheduled_s(candidate, config, spec, costs, samples) -> float:
@@ -53,3 +53,18 @@ def test_a_plan_that_is_priced_a_percent_longer_is_no_finalist(search, tiny_spec
     apart = replace(found, candidates=[first, *(replace(own, steps_s=(1.02 * first.step_s,)) for own in others)])
     assert with_finalists_scheduled(apart, make_config(4, 8), tiny_spec, costs, samples) is apart
     assert apart.best is first
+
+
+@pytest.mark.parametrize("policy", ["lpt", "search"])
+@pytest.mark.parametrize("shardings", [ALL_SHARDINGS, ["parameters"]], ids=["any sharding", "parameters shared"])
+def test_no_schedule_of_a_batch_is_longer_than_the_step_that_priced_the_plan(
+    search, tiny_spec, costs, samples, policy, shardings
+):
+    config = make_config(4, 24, shardings=shardings)
+    for candidate in search(config).candidates:
+        pricer = pricer_of(candidate.plan, config, tiny_spec, costs)
+        batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+        schedule = ScheduleConfig(policy=policy, search_trials=0)
+        scheduler = BatchScheduler(samples, pricer, batches, schedule, config.seed)
+        for step, priced_s in enumerate(candidate.steps_s):
+            assert scheduler.schedule(step).step_s <= priced_s * (1 + 1e-12), candidate.plan
