@@ -114,9 +114,8 @@ def _questions(answer: Path) -> list[str]:
 
 
 def _text_of(path: Path) -> str | None:
-    """The content of a file, None if it is not there; over NFS looking for a name anew takes a look at what is
-    listed."""
-    if path.name not in os.listdir(path.parent):
+    """The content of a file; None if it is not there."""
+    if path.name not in os.listdir(path.parent):  # NFS looks anew at what is listed
         return None
     try:
         return path.read_text(encoding="utf-8")
