@@ -23,6 +23,7 @@ ROOMS = (
 )
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
+_TRAINED = ("model.freeze", "model.lora")
 # The config's limits on a record and its media, which decide what it becomes.
 LIMITS = (
     *("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.max_clip_pixels"),
@@ -61,7 +62,7 @@ COMMANDS: dict[str, Command] = {
         "costs.py",
         "costs",
         (
-            *(*_MODEL, "model.freeze", "train.precision", "train.compile"),
+            *(*_MODEL, *_TRAINED, "train.precision", "train.compile"),
             *("cluster.device", "cluster.device_model", "cluster.device_models", "cluster.devices_per_node"),
             *("costs.source", "costs.implementation", "costs.repeats", "costs.time_budget_s", "costs.target_error"),
         ),
@@ -76,9 +77,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile-loading": Command("data.py", "loading", ("seed", *_SOURCES, "data.watch_media", *LIMITS, *_MODEL)),
     "fit-costs": Command("costs.py", "costs", ()),
-    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan")),
-    "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "schedule")),
-    "compare": Command("comparison.py", "report", (*_BATCH, *_MODEL, "model.freeze", *_CLUSTER, "plan", "schedule")),
+    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "plan")),
+    "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "schedule")),
+    "compare": Command("comparison.py", "report", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "plan", "schedule")),
     "train": Command(
         "training.py",
         "train",
@@ -87,7 +88,7 @@ COMMANDS: dict[str, Command] = {
             *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),
-    "report": Command("training.py", "report", ("run", *_BATCH, *_MODEL, "model.freeze", "cluster", "schedule")),
+    "report": Command("training.py", "report", ("run", *_BATCH, *_MODEL, *_TRAINED, "cluster", "schedule")),
 }
 
 

@@ -31,12 +31,15 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
     import polars as pl
 
     from dflop.costs import require_parquet
-    from dflop.models import check_tp, load_model_spec
+    from dflop.models import check_tp, load_model_spec, load_runtime
 
     require_parquet(out)
     config = load_for("profile-costs", configs)
     spec = load_model_spec(config.model)
     check_tp(spec, module, tp)
+    if config.model.lora:
+        runtime = load_runtime(spec.family)
+        runtime.check_targets(spec, runtime.make_config(spec, {}, 0), config.model.trained)
     if config.costs.source == "analytic":
         _write_analytic_costs(config, spec, module, tp, out)
     else:
@@ -52,12 +55,12 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
     from dflop.base.devices import load_device
     from dflop.costs import Measured, write_measured
     from dflop.costs.analytic import analytic_points
+    from dflop.costs.measured import measured_as
     from dflop.models import digest_of_spec
 
     models_file = config.cluster.device_models
     device = load_device(config.cluster.device_model, Path(models_file) if models_file else None)
-    is_frozen = config.model.trained.passes_gradients_on(module)
-    points = analytic_points(spec, module, tp, device, config.layers_of_costs, is_frozen=is_frozen)
+    points = analytic_points(spec, module, tp, device, config.layers_of_costs, trained=config.model.trained)
     about = {
         "device": f"{config.cluster.device_model} (analytic)",
         "model": digest_of_spec(spec),
@@ -67,7 +70,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "tp": tp,
         "num_ranks": tp,
         "threads": 0,
-        "is_frozen": is_frozen,
+        **measured_as(config.model.trained, module),
         "precision": "bf16",
         "torch": "",
         "overhead_bytes": int(device.overhead_bytes),
@@ -103,7 +106,6 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
         "config": select_keys(config, COMMANDS["profile-costs"].reads),
         "module": module,
         "tp": tp,
-        "is_frozen": config.model.trained.passes_gradients_on(module),
         "bounds": str(bounds) if bounds else None,
         "tokenizer": str(tokenizer.folder),
         "out": str(out),

@@ -76,6 +76,7 @@ CountOrZero = _number(int, "0 or more, and finite", lambda number: number >= 0)
 AtLeastOne = _number(float, "at least 1", lambda number: number >= 1)
 AboveZero = _number(float, "above 0 and finite", lambda number: number > 0)
 NotNegative = _number(float, "0 or more, and finite", lambda number: number >= 0)
+BelowOne = _number(float, "0 or more, and below 1", lambda number: 0 <= number < 1)
 Share = _number(float, "from 0 to 1", lambda number: 0 <= number <= 1)
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, dataclass_transform
 from pydantic import ConfigDict, StrictBool, field_validator, model_validator
 
 from dflop.config import kinds
-from dflop.plan.trained import TrainedSet
+from dflop.plan.trained import Lora, TrainedSet
 
 __all__ = [
     "AudioConfig",
@@ -18,6 +18,7 @@ __all__ = [
     "DataConfig",
     "FixedGrid",
     "FixedPlan",
+    "LoraConfig",
     "ModelConfig",
     "ModuleTraining",
     "PlanConfig",
@@ -91,6 +92,18 @@ class DataConfig:
 
 
 @_section
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the weights of `modules`."""
+
+    modules: Annotated[list[str], kinds.SOME] = field(default_factory=lambda: ["llm"])
+    targets: Annotated[list[str], kinds.SOME] = field(default_factory=lambda: ["*"])
+    rank: kinds.Count = 8
+    alpha: kinds.AboveZero = 16.0
+    dropout: kinds.BelowOne = 0.0
+    rslora: StrictBool = False
+
+
+@_section
 class ModelConfig:
     family: str = "llava_onevision"
     preset: str = "tiny"
@@ -98,11 +111,16 @@ class ModelConfig:
     tokenizer: str | None = None
     weights: str | None = None
     freeze: list[str] = field(default_factory=list)
+    lora: LoraConfig | None = None
 
     @property
     def trained(self) -> TrainedSet:
         """What of the model is trained."""
-        return TrainedSet(tuple(self.freeze))
+        if self.lora is None:
+            return TrainedSet(tuple(self.freeze))
+        own = {item.name: getattr(self.lora, item.name) for item in fields(self.lora)}
+        own |= {"modules": tuple(self.lora.modules), "targets": tuple(self.lora.targets)}
+        return TrainedSet(tuple(self.freeze), Lora(**own))
 
 
 @_section

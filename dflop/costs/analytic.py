@@ -20,6 +20,7 @@ from dflop.costs.counted import CountedRun, CountedStage, counting
 from dflop.costs.design import Point
 from dflop.models import ModelSpec, check_tp
 from dflop.models.loads import FEATURES
+from dflop.plan.trained import EVERYTHING, TrainedSet
 
 __all__ = ["IMPLEMENTATIONS", "AnalyticPoints", "analytic_points", "points_of_stage"]
 
@@ -67,21 +68,21 @@ def analytic_points(
     device: DeviceModel,
     implementation: str = "eager",
     *,
-    is_frozen: bool = False,
+    trained: TrainedSet = EVERYTHING,
 ) -> AnalyticPoints:
     """Roofline seconds and bytes of `module` at two depths and over the loads that real data has.
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
     its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring, and every kernel
-    its launch. `implementation` is one of `IMPLEMENTATIONS`. With `is_frozen` the weights are not trained, and backward
-    computes gradients of activations only.
+    its launch. `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained: backward of
+    what is not computes gradients of activations only.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide the module's heads.
     """
     check_tp(spec, module, tp)
     with counting(tp) as ranks:
-        stage = CountedStage(spec, module, 2, ranks, is_compiled=implementation == "compiled", is_frozen=is_frozen)
+        stage = CountedStage(spec, module, 2, ranks, is_compiled=implementation == "compiled", trained=trained)
         return points_of_stage(stage, device)
 
 

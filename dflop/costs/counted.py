@@ -26,6 +26,7 @@ from dflop.models.loads import main_load
 from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import ALONE, TensorGroup
+from dflop.plan.trained import EVERYTHING, TrainedSet
 
 __all__ = ["CountedRun", "CountedStage", "counting"]
 
@@ -59,8 +60,8 @@ def counting(tp: int) -> Iterator[TensorGroup]:
 
 
 class CountedStage:
-    """A module of `depth` layers, eager or compiled. To be used inside `counting`. `change` is called with the stage as
-    soon as it is built.
+    """A module of `depth` layers, eager or compiled, of a model of which `trained` says what is trained. To be used
+    inside `counting`. `change` is called with the stage as soon as it is built.
 
     Raises:
         UserError: when the model's family cannot be run.
@@ -74,7 +75,7 @@ class CountedStage:
         ranks: TensorGroup,
         *,
         is_compiled: bool = False,
-        is_frozen: bool = False,
+        trained: TrainedSet = EVERYTHING,
         change: Callable[[Stage], None] = lambda stage: None,
     ) -> None:
         runtime, dtype = load_runtime(spec.family), torch.bfloat16
@@ -86,9 +87,11 @@ class CountedStage:
         spec = runtime.with_depth(spec, module, depth)
         placeholders = ("image", "video", "audio", *spec.rules.special_tokens)
         config = runtime.make_config(spec, {name: place for place, name in enumerate(placeholders)}, 0)
-        self.stage = runtime.build_stage(config, module, layers=range(depth), seed=0, ranks=ranks, is_empty=True)
+        self.stage = runtime.build_stage(
+            config, module, layers=range(depth), seed=0, ranks=ranks, is_empty=True, trained=trained
+        )
         change(self.stage)
-        self.stage.requires_grad_(not is_frozen).train()
+        self.stage.train_parts(trained.parts_measured_as_trained(module)).train()
         compute_in(self.stage, dtype)
         self._fuser = Fuser()
         if is_compiled:

@@ -138,15 +138,19 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         own = points.filter(pl.col("module") == module, **layout._asdict())
         bounds = [_bounds(own if feature == "num_targets" else layers, feature) for feature in FEATURES]
         ranges[module, layout, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
-    sizes = {
-        (row["module"], LayoutKey.of_row(row), row["part"]): row["parameter_bytes"]
-        for row in parameters.iter_rows(named=True)
-    }
+    sizes, adapters = (
+        {
+            (row["module"], LayoutKey.of_row(row), row["part"]): row.get(column) or 0.0
+            for row in parameters.iter_rows(named=True)
+        }
+        for column in ("parameter_bytes", "adapter_bytes")
+    )
     return CostModel(
         times=times,
         activations=activations,
         transients=transients,
         parameter_bytes=sizes | {(module, layout, "stage"): 0.0 for module, layout, _ in ranges},
+        adapter_bytes=adapters,
         ranges=ranges,
         source=source,
     )
@@ -228,7 +232,9 @@ def fit_costs(
     if source == "analytic":  # sums of the same formulas do not show how far the formulas are off
         errors, byte_errors = errors.clear(), byte_errors.clear()
     memory = [
-        _row(key, fit, "bytes") | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
+        _row(key, fit, "bytes")
+        | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
+        | {"adapter_bytes": model.adapter_bytes.get(key[:3], 0.0)}
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
         for key, fit in fits.items()
     ]

@@ -48,6 +48,8 @@ class FittedCosts:
     activations: dict[tuple[str, LayoutKey, str, bool], Coefficients]
     transients: dict[tuple[str, LayoutKey, str, bool], Coefficients]
     parameter_bytes: dict[tuple[str, LayoutKey, str], float]
+    # Of `parameter_bytes`, those of adapters.
+    adapter_bytes: dict[tuple[str, LayoutKey, str], float] = field(default_factory=dict)
     # By (module, layout, checkpointing).
     ranges: dict[tuple[str, LayoutKey, bool], LoadRange] = field(default_factory=dict)
     # Bytes that a process holds beside its tensors, and bytes that its allocator reserves without using them, as a
@@ -58,8 +60,8 @@ class FittedCosts:
     communicator_bytes: float = 0.0
     # Where the costs come from: measured or analytic. Everything made from analytic costs says so.
     source: str = "measured"
-    # The model's digest, the precision, the device model and whether the LLM is `trained` or `frozen` in these costs,
-    # as far as the file says.
+    # The model's digest, the precision, the device model, and by module in which way it was measured
+    # (`TrainedSet.measured_as`), as far as the file says.
     made_for: dict[str, str] = field(default_factory=dict)
     links: LinkModel = field(default_factory=LinkModel)
     # A cache of the forms of modules' parts.
@@ -92,6 +94,7 @@ class FittedCosts:
             activations=kept,
             transients=passing,
             parameter_bytes=parameters,
+            adapter_bytes={_key(row)[:3]: row.get("adapter_bytes") or 0.0 for row in memory},
             ranges=ranges,
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
@@ -128,8 +131,8 @@ class FittedCosts:
         return (limit_bytes - self.overhead_bytes) / (1 + self.allocator_share)
 
     def require_made_for(self, spec: ModelSpec, config: Config) -> None:
-        """Check that these costs were made for the config's model, precision and device model, and that both either
-        train or freeze the LLM.
+        """Check that these costs were made for the config's model, precision and device model, and that their modules
+        are trained, frozen or adapted as the config's.
 
         Raises:
             UserError: naming the first that differs.
@@ -138,15 +141,15 @@ class FittedCosts:
             "model": digest_of_spec(spec),
             "precision": config.train.precision,
             "device_model": config.cluster.device_model,
-            "llm": _how_taken(config.model.trained.passes_gradients_on("llm")),
         }
+        wanted |= {module.name: config.model.trained.measured_as(module.name) for module in spec.modules}
         for key, value in wanted.items():
             if (own := self.made_for.get(key, value)) != value:
                 what = f"`{key}` {own!r}, and the config has {value!r}"
                 if key == "model":
                     what = "another model"
-                elif key == "llm":
-                    what = f"a {own} LLM, and by `model.freeze` it is {value}"
+                elif key not in _MADE_FOR:
+                    what = f"`{key}` {own}, and by `model.freeze` and `model.lora` it is {value}"
                 raise UserError(
                     f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
                 )
@@ -218,10 +221,6 @@ def _made_for(device: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """`FittedCosts.made_for`, from the rows of the table `device`."""
     made_for = {key: device[0][key] for key in _MADE_FOR if key in device[0]}
     for row in device:
-        if row.get("module") == "llm" and "is_frozen" in row:
-            made_for["llm"] = _how_taken(row["is_frozen"])
+        if "module" in row and "is_frozen" in row:
+            made_for[row["module"]] = row.get("adapters") or ("frozen" if row["is_frozen"] else "trained")
     return made_for
-
-
-def _how_taken(is_frozen: bool) -> str:
-    return "frozen" if is_frozen else "trained"

@@ -44,8 +44,11 @@ def hidden_sync_shares(
     """
     if not kind.trained.layers_have_backward(kind.module):  # nothing is computed behind the projector's gradients
         return HiddenShares(0.0 * num_shards, 0.0 * num_shards)
-    layer, first = (costs.parameter_bytes[kind.module, kind.layout, part] for part in ("layer", "first"))
-    whole = costs.stage_parameter_bytes(kind)
+    of_part = costs.trained_bytes(kind.module, kind.layout, kind.trained)
+    layer, first = of_part["layer"], of_part["first"]
+    whole, _ = costs.trained_and_frozen_bytes(kind)
+    if not whole:  # a frozen LLM
+        return HiddenShares(0.0 * num_shards, 0.0 * num_shards)
     there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)
     summed = (there_bytes + (num_shards > 1) * back_bytes) / (there_bytes + back_bytes)
     early = summed * (1 - (layer + first * kind.is_first) / whole)

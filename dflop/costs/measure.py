@@ -26,6 +26,7 @@ from dflop.models import ModelSpec, check_tp, load_runtime
 from dflop.models.compilation import compile_layers
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.tensor_group import ALONE, TensorGroup
+from dflop.plan.trained import EVERYTHING, TrainedSet
 
 __all__ = ["Bench"]
 
@@ -42,7 +43,7 @@ _Result = TypeVar("_Result")
 class Bench:
     """A module of `depth` layers on one device, or on the tensor-parallel `ranks`, ready to be measured.
 
-    With `is_frozen` its weights are not trained, and backward computes the gradients of its inputs only.
+    `trained` says what of the model is trained: backward of what is not computes the gradients of its inputs only.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide its heads.
@@ -59,7 +60,7 @@ class Bench:
         device: torch.device,
         precision: str,
         is_compiled: bool = False,
-        is_frozen: bool = False,
+        trained: TrainedSet = EVERYTHING,
         ranks: TensorGroup = ALONE,
     ) -> None:
         self.module, self.device, self.depth = module, device, depth
@@ -77,8 +78,9 @@ class Bench:
             device=device,
             draw_on=device,
             ranks=ranks,
+            trained=trained,
         )
-        self.stage.requires_grad_(not is_frozen)
+        self.stage.train_parts(trained.parts_measured_as_trained(module))
         if is_compiled:
             compile_layers(self.stage)
         compute_in(self.stage, dtype)

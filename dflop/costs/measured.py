@@ -8,24 +8,31 @@ import polars as pl
 
 from dflop.base import UserError
 from dflop.models.loads import FEATURES
+from dflop.plan.trained import TrainedSet
 from dflop.store import read_parquet, write_parquet
 
-__all__ = ["POINT_KEYS", "Measured", "read_measured", "require_parquet", "write_measured"]
+__all__ = ["POINT_KEYS", "Measured", "measured_as", "read_measured", "require_parquet", "write_measured"]
 
 POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 
 _SUFFIXES = (".parquet", ".parameters.parquet", ".device.parquet")
 _COLUMNS = (
     (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
-    ("module", "tp", "part", "parameter_bytes", "targets_at_once"),
+    ("module", "tp", "part", "parameter_bytes", "adapter_bytes", "targets_at_once"),
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
-        *("is_frozen", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds", "config_digest"),
-        *("attention", "sm_mhz_before", "sm_mhz_after"),
+        *("is_frozen", "adapters", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds"),
+        *("config_digest", "attention", "sm_mhz_before", "sm_mhz_after"),
     ),
 )
 # Columns that files of earlier versions lack; they are read as null.
-_ADDED = {"attention": pl.String, "sm_mhz_before": pl.Float64, "sm_mhz_after": pl.Float64}
+_ADDED = {
+    "attention": pl.String,
+    "sm_mhz_before": pl.Float64,
+    "sm_mhz_after": pl.Float64,
+    "adapters": pl.String,
+    "adapter_bytes": pl.Float64,
+}
 
 
 class Measured(NamedTuple):
@@ -81,6 +88,12 @@ def read_measured(paths: Sequence[Path]) -> Measured:
     return Measured(
         *(pl.concat(frames, how="vertical_relaxed") for frames in list(zip(*parts, strict=True))[:2]), device
     )
+
+
+def measured_as(trained: TrainedSet, module: str) -> dict[str, bool | str | None]:
+    """The columns of the row about the device that say in which way the module was measured."""
+    own = trained.measured_as(module)
+    return {"is_frozen": own == "frozen", "adapters": own if trained.adapts(module) else None}
 
 
 def require_parquet(path: Path) -> None:

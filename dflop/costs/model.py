@@ -15,6 +15,7 @@ from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, count
 from dflop.costs.stage_memory import StageMemory, memories_of_kinds, memory_of_parts
 from dflop.models.loads import Coefficients, Loads
 from dflop.plan.layout_key import LayoutKey
+from dflop.plan.trained import TrainedSet
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
@@ -106,17 +107,24 @@ class CostModel(FittedCosts):
 
     def stage_parameter_bytes(self, kind: StageKind) -> float:
         """Bytes of a stage's parameters on one rank, in fp32."""
-        return self._parameter_bytes(kind, kind.parts)
+        self.require(kind.module, kind.layout)
+        sizes = {part: self.parameter_bytes[kind.module, kind.layout, as_tabled(part)[0]] for part, _ in kind.parts}
+        return kind.total(sizes)
 
     def trained_and_frozen_bytes(self, kind: StageKind) -> tuple[float, float]:
         """`stage_parameter_bytes` divided into those that have gradients and those that have none."""
-        trained_bytes = self._parameter_bytes(kind, kind.trained_parts)
+        of_part = self.trained_bytes(kind.module, kind.layout, kind.trained)
+        trained_bytes = kind.total({part: of_part[as_tabled(part)[0]] for part, _ in kind.parts})
         return trained_bytes, self.stage_parameter_bytes(kind) - trained_bytes
 
-    def _parameter_bytes(self, kind: StageKind, parts: Sequence[tuple[str, int]]) -> float:
-        self.require(kind.module, kind.layout)
-        sizes = {part: self.parameter_bytes[kind.module, kind.layout, as_tabled(part)[0]] for part, _ in kind.parts}
-        return kind.total(sizes, parts)
+    def trained_bytes(self, module: str, layout: LayoutKey, trained: TrainedSet) -> dict[str, float]:
+        """Bytes in fp32 of the parameters that have gradients, of one unit of each of `PARTS`: all, none, or those of
+        adapters."""
+        parts, own = trained.parts(module), self.adapter_bytes if trained.adapts(module) else {}
+        return {
+            part: self.parameter_bytes[module, layout, part] if part in parts else own.get((module, layout, part), 0.0)
+            for part in PARTS
+        }
 
     def _packed_memory(
         self, module: str, layout: LayoutKey, working_bytes: Mapping[str, float]

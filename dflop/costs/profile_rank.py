@@ -25,7 +25,7 @@ from dflop.config import Config, load_config
 from dflop.costs.clocks import sm_mhz
 from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
 from dflop.costs.measure import Bench
-from dflop.costs.measured import POINT_KEYS, Measured, write_measured
+from dflop.costs.measured import POINT_KEYS, Measured, measured_as, write_measured
 from dflop.models import digest_of_spec, load_model_spec
 from dflop.models.attention import kernel_name
 from dflop.models.compilation import compiles_layers
@@ -72,7 +72,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         device=device,
         precision=config.train.precision,
         is_compiled=compiles_layers(config.train.compile, device)[0],
-        is_frozen=request["is_frozen"],
+        trained=config.model.trained,
         ranks=ranks,
     )
     design = Design(
@@ -141,7 +141,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "torch": torch.__version__,
         "num_ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
-        "is_frozen": request["is_frozen"],
+        **measured_as(config.model.trained, request["module"]),
         "overhead_bytes": overhead_bytes,
         "communicator_bytes": _communicator_bytes(config),
         "allocator_share": allocator_share,

@@ -8,7 +8,7 @@ hidden, and a pass takes the sum of both. The time of such a pass never falls wh
 loads.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -43,24 +43,23 @@ class Moving(NamedTuple):
         byte_s: Seconds,
         *,
         value_bytes: int,
-        trained_parts: Collection[str],
+        trained_bytes: Mapping[str, float],
     ) -> "Moving":
         """The seconds over a link on which a gradient sync takes `latency_s`, and `byte_s` for each byte.
 
-        A gather and a sum each take half of a sync. `parameter_bytes` are in fp32. Parameters move as values of
-        `value_bytes`, gradients in fp32 at least; parameters outside of `trained_parts` have no gradients.
+        A gather and a sum each take half of a sync. `parameter_bytes` are in fp32, and so are `trained_bytes`, those of
+        them that have gradients. Parameters move as values of `value_bytes`, gradients in fp32 at least.
         """
 
         def seconds(num_values: float, size: int) -> float | np.ndarray:
             return 0.5 * (latency_s + num_values * size * byte_s)
 
-        counts = {part: parameter_bytes[part] / 4 for part in _UNITS}
         nothing = 0.0 * latency_s
         return cls(
-            {part: seconds(count, value_bytes) for part, count in counts.items()},
+            {part: seconds(parameter_bytes[part] / 4, value_bytes) for part in _UNITS},
             {
-                part: seconds(count, max(4, value_bytes)) if part in trained_parts else nothing
-                for part, count in counts.items()
+                part: seconds(trained_bytes[part] / 4, max(4, value_bytes)) if trained_bytes[part] else nothing
+                for part in _UNITS
             },
         )
 
@@ -103,12 +102,15 @@ def sharded_passes(kind: StageKind, moving: Moving, *, is_hidden: bool = True) -
     ended with. This unit is taken to be still gathered, since backward is taken to follow shortly after forward.
     """
     forward, backward = _units(kind.num_layers, kind.num_recomputed)
-    parts = dict(kind.parts_with_backward)
-    if "layer" not in kind.trained.parts_with_backward(kind.module):
+    parts, goes_back = dict(kind.parts_with_backward), kind.trained.parts_with_backward(kind.module)
+    if "layer" not in goes_back:
         backward = [_Units(part, (), count) for part, count in parts.items()]
+    elif "first" not in goes_back:
+        backward = [unit for unit in backward if unit.part != "first"]
+    ends_with = next((unit for unit in _UNITS if unit in goes_back), "last")
     return (
         _pass(moving, ("gather_s", "first"), forward, is_hidden),
-        _pass(moving, ("reduce_s", "first" if "first" in parts else "last"), backward, is_hidden),
+        _pass(moving, ("reduce_s", ends_with), backward, is_hidden),
     )
 
 
@@ -148,7 +150,7 @@ def _seconds(moving: Moving, moves: Sequence[_Move]) -> float | np.ndarray:
 
 
 def working_bytes(
-    module: str, parameter_bytes: Mapping[str, float], *, value_bytes: int, is_frozen: bool
+    module: str, parameter_bytes: Mapping[str, float], *, value_bytes: int, trained_bytes: Mapping[str, float]
 ) -> dict[str, float]:
     """Bytes that passes need beside their activations, while each of `PARTS` computes.
 
@@ -159,7 +161,7 @@ def working_bytes(
     there only when its workspace is free. When a unit's backward ends, its gathered parameters are freed, and its
     gradients exist both in the computing precision and in fp32. An LLM's embedding and head are units of their own
     where they are separate parameters (`Stage.units`). Other parameters at a module's ends stay gathered from forward
-    to backward.
+    to backward. Gradients of adapters exist in both precisions as well; they are those of one layer.
     """
     layer, first, last = (parameter_bytes[part] / 4 for part in ("layer", "first", "last"))
     are_units = module == "llm" and last >= first
@@ -167,8 +169,18 @@ def working_bytes(
     behind = last if are_units else 0.0
     held_bytes = max(4, value_bytes)
     gathered = value_bytes * (kept + layer + max(layer, behind))
-    if is_frozen:
+    if not any(trained_bytes.values()):
         return {"stage": gathered, "layer": gathered, "first": value_bytes * first, "last": value_bytes * last}
+    if trained_bytes["layer"] < parameter_bytes["layer"]:
+        both = (value_bytes + held_bytes) / 4
+        gathered += both * trained_bytes["layer"]
+        of_ends = value_bytes * kept + both * (trained_bytes["first"] + trained_bytes["last"])
+        return {
+            "stage": max(gathered, of_ends),
+            "layer": gathered,
+            "first": value_bytes * (kept or first),
+            "last": value_bytes * (kept or last),
+        }
     others_gradients = value_bytes * (0.0 if are_units else last) + held_bytes * max(layer, behind)
     at_layer = value_bytes * (kept + 2 * layer) + others_gradients
     ends = max(first, last) if are_units else kept

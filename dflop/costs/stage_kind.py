@@ -64,14 +64,7 @@ class StageKind:
     @property
     def parts_with_backward(self) -> tuple[tuple[str, int], ...]:
         """Those of `parts` in which gradients are computed."""
-        return self._parts_in(self.trained.parts_with_backward(self.module))
-
-    @property
-    def trained_parts(self) -> tuple[tuple[str, int], ...]:
-        """Those of `parts` whose weights have gradients."""
-        return self._parts_in(self.trained.parts(self.module))
-
-    def _parts_in(self, tabled: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        tabled = self.trained.parts_with_backward(self.module)
         return self.parts if tabled is PARTS else tuple(own for own in self.parts if as_tabled(own[0])[0] in tabled)
 
     def total(self, of_part: Mapping[str, T], parts: Sequence[tuple[str, int]] | None = None) -> T:

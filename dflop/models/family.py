@@ -108,7 +108,8 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
 
     Raises:
         UserError: for an unknown family or preset, a `model.path` that is not a checkpoint directory of the family, or
-            a `model.freeze` that names an unknown module or leaves nothing to train.
+            a `model.freeze` or `model.lora` that names an unknown module, or a `model.freeze` that leaves nothing to
+            train.
     """
     spec = _make_spec(model)
     modules = [module.name for module in spec.modules]
@@ -117,7 +118,12 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
     for number, name in enumerate(frozen):
         if name not in names:
             raise UserError(f"`model.freeze[{number}]` is {name!r}; it must be one of {', '.join(names)}")
-    if frozen and not any(map(TrainedSet(tuple(frozen)).trains, modules)):
+    lora = getattr(model, "lora", None)
+    adaptable = [*(f"{encoder.name}.encoder" for encoder in spec.encoders), "llm"]
+    for number, name in enumerate(lora.modules if lora else ()):
+        if name not in adaptable:
+            raise UserError(f"`model.lora.modules[{number}]` is {name!r}; it must be one of {', '.join(adaptable)}")
+    if frozen and not lora and not any(map(TrainedSet(tuple(frozen)).trains, modules)):
         raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
     return spec
 

@@ -15,12 +15,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dflop.models.attention import PACKED
+from dflop.models.lora import adapt_layer, check_targets
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, TextBatch
+from dflop.models.precision import held_in, set_values
 from dflop.models.spec import ModelSpec
-from dflop.models.stages import EncoderStage, LlmStage, Stage
+from dflop.models.stages import EncoderStage, LlmStage, Stage, is_adapter
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.models.tensor_parallel import Divider
 from dflop.models.weights import draw_weights, load_weights, norms_in_float64
+from dflop.plan.trained import EVERYTHING, TrainedSet
 
 __all__ = ["FamilyRuntime", "MadeUpMedia"]
 
@@ -84,6 +87,20 @@ class FamilyRuntime:
                 setattr(config, field_name, token_ids[token])
         return config
 
+    def check_targets(self, spec: ModelSpec, config: PretrainedConfig, trained: TrainedSet) -> None:
+        """Check that each pattern of `model.lora.targets` matches a linear layer.
+
+        Raises:
+            UserError: naming the first that does not.
+        """
+        stages = []
+        for own in spec.modules if trained.lora else ():
+            if trained.adapts(own.name):
+                with torch.device("meta"):
+                    stages.append(self.cut(self.architecture(config), own.name, range(own.num_layers)))
+        if stages:
+            check_targets(trained.lora, stages)
+
     def encoder_batch(
         self,
         spec: ModelSpec,
@@ -115,6 +132,7 @@ class FamilyRuntime:
         ranks: TensorGroup = ALONE,
         share: Callable[[nn.Module], None] | None = None,
         is_empty: bool = False,
+        trained: TrainedSet = EVERYTHING,
     ) -> EncoderStage | LlmStage:
         """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
 
@@ -124,7 +142,8 @@ class FamilyRuntime:
         only that part from the checkpoint. If replicas shard parameters, `share` turns each unit (`Stage.units`), as
         soon as it is made, into this replica's rows of it, as DTensors on the device; only these rows are read. If
         `is_empty`, the values of the weights do not matter, and the stage may be made of fake tensors. The first
-        `num_recomputed` layers are recomputed in backward (`Stage.set_recomputed`).
+        `num_recomputed` layers are recomputed in backward (`Stage.set_recomputed`). If `trained` says so, linear layers
+        have adapters.
 
         Raises:
             UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided this way.
@@ -140,10 +159,13 @@ class FamilyRuntime:
         stage = self.cut(hf, module, layers)
         divide = Divider(stage, ranks).divide if ranks.group is not None else None
         units = stage.units if share else ()
+        adapted = stage.layer_names if trained.adapts(module) else ()
 
         def complete(name: str, drawn: nn.Module) -> None:
             if divide:
                 divide(name, drawn)
+            if name in adapted:
+                adapt_layer(stage, name, trained.lora, ranks, seed, is_empty=is_empty)
             if name in units:
                 unit = hf.get_submodule(name)  # dividing may have replaced it
                 share(unit if is_empty else _as_dtype(unit, dtype))
@@ -159,6 +181,11 @@ class FamilyRuntime:
 
 
 def _as_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module in this dtype; adapters, which are trained, as masters are held."""
     if dtype == torch.float64:
         norms_in_float64(module)
-    return module.to(dtype)
+    module.to(dtype)
+    for name, parameter in module.named_parameters():
+        if is_adapter(name):
+            set_values(parameter, parameter.detach().to(held_in(dtype)))
+    return module

@@ -21,7 +21,10 @@ from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
 from dflop.plan.trained import PARTS
 
-__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
+__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "is_adapter", "keep_layers"]
+
+# The names of an adapter's matrices (`models.lora`) in the linear layer that they belong to.
+_ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
 
 
 class Stage(nn.Module, ABC):
@@ -65,9 +68,10 @@ class Stage(nn.Module, ABC):
         return self.train_parts(PARTS if requires_grad else ())
 
     def train_parts(self, parts: Collection[str]) -> Self:
-        """Have the parameters of these parts trained, but for those that no pass reads, and no others."""
+        """Have the parameters of these parts trained, but for those that no pass reads, and no others but adapters."""
         for name, parameter in self.named_hf_parameters().items():
-            parameter.requires_grad_(name not in self.unread and self.part_of(name) in parts)
+            is_of_part = name not in self.unread and self.part_of(name) in parts
+            parameter.requires_grad_(is_of_part or is_adapter(name))
         return self
 
     @abstractmethod
@@ -222,6 +226,11 @@ class LlmStage(Stage):
         """From hidden states to hidden states, or on the last stage to the summed loss."""
         hidden = self.encode(hidden, batch)
         return self.finish(hidden, batch) if self.is_last else hidden
+
+
+def is_adapter(name: str) -> bool:
+    """Whether this name of a parameter is that of an adapter's matrix."""
+    return bool(_ADAPTER.search(name))
 
 
 def cut_llm(

@@ -24,7 +24,7 @@ from dflop.models.loss_head import LossHead
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 
-__all__ = ["Divider", "RowLinear"]
+__all__ = ["Divider", "RowLinear", "SharedInputLinear", "columns_of"]
 
 
 class Divider:
@@ -49,7 +49,7 @@ class Divider:
             assert isinstance(module, LossHead), "only an LLM has a head over a vocabulary"
             # All ranks have the same number of chunks, although the last ranks may have fewer ids.
             vocabulary, first_id = module.out_features / self._ranks.size, self._ranks.part(module.out_features).start
-            own = _columns(module, self._ranks, 1)
+            own = columns_of(module, self._ranks, 1)
             self._replace(name, head := LossHead.of(own, vocabulary, first_id=first_id, group=self._ranks.group))
             _reduce_input_gradient(head, self._ranks.group)
 
@@ -58,7 +58,7 @@ class Divider:
         for child_name, child in list(block.named_children()):
             if child_name in division.columns:
                 num_stacked = division.stacked.get(child_name, 1)
-                reader = _columns(child, self._ranks, num_stacked)
+                reader = columns_of(child, self._ranks, num_stacked)
                 self._replace(f"{name}.{child_name}", reader, num_stacked)
                 readers.append(reader)
             elif child_name in division.rows:
@@ -102,7 +102,7 @@ def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) ->
     block.register_forward_pre_hook(read, with_kwargs=True)
 
 
-def _columns(whole: nn.Linear, ranks: TensorGroup, num_stacked: int) -> nn.Linear:
+def columns_of(whole: nn.Linear, ranks: TensorGroup, num_stacked: int) -> nn.Linear:
     """This rank's part of a linear layer that is divided by outputs: a smaller linear layer."""
     weight = _shard(whole.weight, ranks, 0, num_stacked)
     own = nn.Linear(weight.shape[1], weight.shape[0], whole.bias is not None, device="meta")
@@ -122,6 +122,17 @@ class RowLinear(nn.Module):
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
         summed = _Sum.apply(functional.linear(inner, self.weight), self.group)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+
+
+class SharedInputLinear(nn.Linear):
+    """A linear layer without bias, whole on every rank, of whose output each rank computes a part of the gradient."""
+
+    def __init__(self, whole: nn.Linear, ranks: TensorGroup) -> None:
+        super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
+        self.weight, self.group = whole.weight, ranks.group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, _SumGradient.apply(self.weight, self.group))
 
 
 class _SharedNorm(nn.Module):

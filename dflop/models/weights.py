@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from dflop.base import UserError
 from dflop.models.division import EMBEDDING, HEAD
+from dflop.models.stages import is_adapter
 from dflop.models.tensor_group import Shard, rows_of
 
 __all__ = ["draw_weights", "load_weights", "norms_in_float64"]
@@ -98,7 +99,7 @@ def load_weights(
         raise UserError(
             f"the checkpoint {checkpoint} holds no *.safetensors file; save the model with `save_pretrained`"
         )
-    wanted, head = model.state_dict(), None
+    wanted, head = {name: own for name, own in model.state_dict().items() if not is_adapter(name)}, None
     if model.config.tie_word_embeddings:
         wanted.pop(_HEAD, None)  # the head is the embedding, which checkpoints hold only once
     for file in files:

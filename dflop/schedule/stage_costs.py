@@ -90,15 +90,14 @@ class StageCosts:
         self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
             sizes = {part: costs.parameter_bytes[module, plan.grid(module).layout, part] for part in PARTS}
-            trained_parts = trained.parts(module)
-            moving = Moving.over(
-                sizes, link.latency_s, 1 / link.bytes_per_s, value_bytes=value_bytes, trained_parts=trained_parts
-            )
+            how = {
+                "value_bytes": value_bytes,
+                "trained_bytes": costs.trained_bytes(module, plan.grid(module).layout, trained),
+            }
+            moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
             (kind,) = self._kinds[module]
             self._sharded[module] = sharded_passes(kind, moving, is_hidden=is_hidden)
-            self._working_bytes[module] = working_bytes(
-                module, sizes, value_bytes=value_bytes, is_frozen=not trained_parts
-            )
+            self._working_bytes[module] = working_bytes(module, sizes, **how)
         self._hidden_shares: dict[StageKind, tuple[float, float]] = {}  # by kind of stage
 
     def corrected(self, corrections: Corrections) -> "StageCosts":

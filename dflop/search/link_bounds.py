@@ -81,8 +81,8 @@ class LeastLinks:
         each = [self._least(int(count), layout.num_ranks) for count in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
-        trained_parts = self.trained.parts(module)
-        moving = Moving.over(sizes, latency_s, byte_s, value_bytes=self.value_bytes, trained_parts=trained_parts)
+        trained_bytes = self._costs.trained_bytes(module, layout, self.trained)
+        moving = Moving.over(sizes, latency_s, byte_s, value_bytes=self.value_bytes, trained_bytes=trained_bytes)
         num_layers = self._spec.module(module).num_layers
         whole = StageKind.whole(module, layout, num_layers, num_recomputed=num_recomputed, trained=self.trained)
         return sharded_passes(whole, moving, is_hidden=self._cluster.hides_transfers)

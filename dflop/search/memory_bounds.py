@@ -232,8 +232,8 @@ class LeastMemory:
         working = NO_WORKING_BYTES
         if gathers:
             sizes = {part: self.costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
-            how = {"value_bytes": self._value_bytes, "is_frozen": not self._trained.trains(kind.module)}
-            working = working_bytes(kind.module, sizes, **how)
+            trained_bytes = self.costs.trained_bytes(kind.module, kind.layout, self._trained)
+            working = working_bytes(kind.module, sizes, value_bytes=self._value_bytes, trained_bytes=trained_bytes)
         kept, on_top = self.costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
             on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]

@@ -6,7 +6,7 @@ Unlike `step_bounds`, this bound uses how the batch is grouped, and so the loads
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKi
 from dflop.models import ModelSpec
 from dflop.plan import DISJOINT, PLACEMENTS, SHARDINGS, Grid, Plan
 from dflop.plan.layout_key import LayoutKey
+from dflop.plan.trained import TrainedSet
 from dflop.schedule import BYTES_PER_VALUE, find_link
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.link_bounds import LeastLinks, possible_scopes
@@ -46,11 +47,11 @@ class MeanPipelines:
         self._costs, self._batches, self._splits, self._policy = costs, batches, splits, policy
         self._links = links
         self._passes = lru_cache(maxsize=1024)(self._sharded_passes)
-        self._parameter_bytes = lru_cache(maxsize=4096)(self._stage_parameter_bytes)
+        self._trained_bytes = lru_cache(maxsize=4096)(self._stage_trained_bytes)
         self._compiled = lru_cache(maxsize=4096)(_compile)
         self._text = lru_cache(maxsize=1024)(self._mean_text)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
-        self._kinds = lru_cache(maxsize=1024)(_distinct_kinds)
+        self._kinds = lru_cache(maxsize=1024)(partial(_distinct_kinds, self._trained))
         self._shares = lru_cache(maxsize=4096)(self._hidden_shares)
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
@@ -130,15 +131,16 @@ class MeanPipelines:
         if not self._trained.trains("llm"):
             return np.zeros(len(layers))
         latency_s, byte_s = self._links.of_row(row, "llm")
-        return latency_s + self._parameter_bytes(LayoutKey.of_row(row, "llm_"), layers) * byte_s
+        return latency_s + self._trained_bytes(LayoutKey.of_row(row, "llm_"), layers) * byte_s
 
     def _hidden_shares(self, layout: LayoutKey, shards: int, layers: tuple[int, ...]) -> np.ndarray:
         """`LeastLinks.hidden_shares` of each stage, [2, num_stages]."""
         kinds, places = self._kinds(layout, layers, (0,) * len(layers))
         return np.column_stack([self._links.hidden_shares(kind, np.array([shards])) for kind in kinds])[:, places]
 
-    def _stage_parameter_bytes(self, layout: LayoutKey, layers: tuple[int, ...]) -> np.ndarray:
-        return np.array([self._costs.stage_parameter_bytes(kind) for kind in stage_kinds("llm", layout, layers)])
+    def _stage_trained_bytes(self, layout: LayoutKey, layers: tuple[int, ...]) -> np.ndarray:
+        kinds = stage_kinds("llm", layout, layers, (), self._trained)
+        return np.array([self._costs.trained_and_frozen_bytes(kind)[0] for kind in kinds])
 
     def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
         """The LLM's loads on the mean replica, [num_batches, num_microbatches]; with `mean` those of the mean batch,
@@ -156,10 +158,10 @@ class MeanPipelines:
 
 
 def _distinct_kinds(
-    layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...]
+    trained: TrainedSet, layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...]
 ) -> tuple[list[StageKind], np.ndarray]:
     """The distinct kinds of the LLM's stages, and the index of each stage's kind, [num_stages]."""
-    kinds = stage_kinds("llm", layout, layers, recomputed)
+    kinds = stage_kinds("llm", layout, layers, recomputed, trained)
     distinct = list(dict.fromkeys(kinds))
     return distinct, np.array([distinct.index(kind) for kind in kinds])
 

@@ -125,7 +125,7 @@ def lower_bounds(
     """The bounds of every row of the space, on these batches."""
     trained = links.trained
     llm_keys, llm_place = _distinct(rows, _LLM_KEYS)
-    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links, not trained.trains("llm"))
+    llm_s, llm_shared_s = _llm_bounds(llm_keys, batches, costs, spec, splits, links)
     encoders = []
     for encoder in spec.encoders:
         columns = (*ModuleLayout.columns(encoder.name), *sharding_columns(encoder.name))
@@ -161,14 +161,13 @@ def _llm_bounds(
     spec: ModelSpec,
     splits: Splits,
     links: LeastLinks,
-    is_frozen: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The LLM's `llm_s` and `llm_shared_s` (`LowerBounds`), [num_keys].
 
     Both bound the mean over the batches (by Jensen's inequality once more), but no single batch. This is one long
     function so that everything that is computed once for a kind of rows stands beside the loop that needs it.
     """
-    texts = [loads_of("llm", shapes) for shapes in batches]
+    texts, trained = [loads_of("llm", shapes) for shapes in batches], links.trained
     total, least = (
         Loads(*(load.mean(keepdims=True) for load in _over(texts, function))) for function in (np.sum, np.min)
     )
@@ -195,7 +194,7 @@ def _llm_bounds(
         for pp, num_chunks, balanced, sharding, rows in alike.iter_rows():
             num_stages = pp * num_chunks
             layers = splits[layout, pp] if balanced else even_layers(num_layers, num_stages)
-            kinds = stage_kinds("llm", layout, layers)
+            kinds = stage_kinds("llm", layout, layers, (), trained)
             place, at, dp, count, shards = (column[rows] for column in values)
             count = count[:, None]
             latency_s, byte_s = links.sync(dp, layout, shards)
@@ -209,8 +208,9 @@ def _llm_bounds(
                     busy_s = count * sum(map(total_s, chunks))[at]
                 # What is left of the sync when what may hide is hidden.
                 rests = [1 - links.hidden_shares(kind, shards).sum(axis=0) for kind in chunks]
-                size = sum(costs.stage_parameter_bytes(kind) * rest for kind, rest in zip(chunks, rests, strict=True))
-                sync_s = 0.0 if is_frozen else (latency_s * np.min(rests, axis=0) + size * byte_s)[:, None]
+                sizes = [costs.trained_and_frozen_bytes(kind)[0] for kind in chunks]
+                size = sum(size * rest for size, rest in zip(sizes, rests, strict=True))
+                sync_s = (latency_s * np.min(rests, axis=0) + size * byte_s)[:, None] if any(sizes) else 0.0
                 best = np.maximum(best, before_s + busy_s + np.maximum(sync_s, after_s))
                 together = together + busy_s + sync_s
                 if stage == 0:

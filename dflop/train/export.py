@@ -1,4 +1,7 @@
-"""The trained model as a Hugging Face directory. Every stage writes its weights, and the first rank all other files."""
+"""The trained model as a Hugging Face directory. Every stage writes its weights, and the first rank all other files.
+
+Adapters are merged into the weights beside them. `export_adapter` writes them by themselves.
+"""
 
 import json
 import shutil
@@ -12,14 +15,17 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from dflop.models.lora import low_rank_product
 from dflop.models.runtime import MediaProcessor
+from dflop.models.stages import is_adapter
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.plan import Plan
+from dflop.plan.trained import Lora
 from dflop.shapes.text import ChatTokenizer
 from dflop.train.parameter_shards import ParameterShards
 from dflop.train.rank_model import NodeModel, RankModel
 
-__all__ = ["export_model", "write_processors"]
+__all__ = ["export_model", "masters_of", "own_weights", "write_processors"]
 
 
 def export_model(
@@ -48,10 +54,13 @@ def export_model(
         for place in range(grid.tp)
     ]
     for node_model in model.nodes:
-        masters = _masters(node_model) if dtype.itemsize > node_model.dtype.itemsize else {}
+        is_adapted = any(map(is_adapter, node_model.parameters))
+        masters = masters_of(node_model) if dtype.itemsize > node_model.dtype.itemsize or is_adapted else {}
         if node_model.node.dp_rank and node_model.shared is None:
             continue
-        weights = _own_weights(node_model, masters, dtype, is_tied=model.hf_config.tie_word_embeddings)
+        names = [name for name in node_model.stage.hf_state_dict() if not is_adapter(name)]
+        is_tied = model.hf_config.tie_word_embeddings
+        weights = own_weights(node_model, names, masters, dtype, is_tied=is_tied, lora=model.trained.lora)
         if node_model.node.dp_rank:
             continue
         index = files.index((node_model.node.module, node_model.node.pp_stage, node_model.ranks.place)) + 1
@@ -82,7 +91,7 @@ def write_processors(
     tokenizer.save_template(folder)
 
 
-def _masters(node_model: NodeModel) -> dict[str, torch.Tensor]:
+def masters_of(node_model: NodeModel) -> dict[str, torch.Tensor]:
     """The masters of the trained parameters, by name and in the host's memory, on the first replica, which writes them;
     every replica must call this."""
     if isinstance(node_model.optimizer, ParameterShards):
@@ -94,27 +103,46 @@ def _masters(node_model: NodeModel) -> dict[str, torch.Tensor]:
     }
 
 
-def _own_weights(
-    node_model: NodeModel, masters: dict[str, torch.Tensor], dtype: torch.dtype, *, is_tied: bool
+def own_weights(
+    node_model: NodeModel,
+    names: Iterable[str],
+    masters: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    is_tied: bool = False,
+    lora: Lora | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a stage that this rank writes. They are whole, and each tensor-parallel rank writes about the same
-    number of bytes. Parameters that replicas shard are gathered, and only the first replica writes them."""
+    """Those of a stage's tensors with these names that this rank writes; with `lora`, weights have their adapters
+    merged. They are whole, and each tensor-parallel rank writes about the same number of bytes. Parameters that
+    replicas shard are gathered, and only the first replica writes them."""
     stage, ranks = node_model.stage, node_model.ranks
-    weights, held_bytes = {}, [0] * ranks.size
-    for name, values in stage.hf_state_dict().items():
-        if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
-            continue
+    state, weights, held_bytes = stage.hf_state_dict(), {}, [0] * ranks.size
+
+    def whole(name: str, writer: int, dtype: torch.dtype) -> torch.Tensor:
+        """The whole tensor, on the first replica and there on the rank that writes it."""
+        values, shard = state[name], stage.shards.get(name)
         if isinstance(values, DTensor):
             values = values.full_tensor()  # a collective of all replicas
             if node_model.node.dp_rank:
-                continue
+                return values
         tensor = masters.get(name, values).to(values.device, dtype)
-        shard = stage.shards.get(name)
+        return _gathered(tensor, shard, ranks, writer) if shard else tensor
+
+    for name in names:
+        if is_tied and name == "lm_head.weight":  # checkpoints hold it once, under the embedding's name
+            continue
         writer = held_bytes.index(min(held_bytes))
-        held_bytes[writer] += (shard.whole if shard else tensor.shape).numel() * tensor.itemsize
-        whole = _gathered(tensor, shard, ranks, writer) if shard else tensor
-        if writer == ranks.place:
-            weights[name] = whole.contiguous().cpu()
+        shape = stage.shards[name].whole if name in stage.shards else state[name].shape
+        held_bytes[writer] += shape.numel() * dtype.itemsize
+        matrices = [f"{name.removesuffix('weight')}{matrix}.weight" for matrix in ("lora_A", "lora_B")]
+        if lora and matrices[0] in state:
+            wide = torch.promote_types(dtype, torch.float32)
+            values, *both = (whole(own, writer, wide) for own in (name, *matrices))
+        else:
+            values, both = whole(name, writer, dtype), []
+        if writer == ranks.place and not node_model.node.dp_rank:
+            merged = values + low_rank_product(lora, *both) if both else values
+            weights[name] = merged.to(dtype).contiguous().cpu()
     return weights
 
 

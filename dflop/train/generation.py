@@ -18,6 +18,8 @@ from dflop.schedule import Pricer, prices_digest
 
 __all__ = ["Generation", "generation_of"]
 
+# What a key has that an earlier version does not know.
+_NOTHING = "null"
 # To be increased when older checkpoints can no longer be read.
 _CHECKPOINT_FORMAT = 6
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
@@ -66,7 +68,7 @@ class Generation:
         return [
             _change(name, earlier.weights.get(name), self.weights.get(name))
             for name in names
-            if self.weights.get(name) != earlier.weights.get(name)
+            if self.weights.get(name, _NOTHING) != earlier.weights.get(name, _NOTHING)
         ]
 
 

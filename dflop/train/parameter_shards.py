@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dflop.base.torch_versions import reduce_unused, with_unused
 from dflop.models.precision import compute_in, held_in
-from dflop.models.stages import Stage
+from dflop.models.stages import Stage, is_adapter
 from dflop.models.tensor_group import rows_of
 from dflop.train.adamw import AdamW, Piece, has_weight_decay, squared_norm
 from dflop.train.topology import Sharers
@@ -44,7 +44,7 @@ class Units:
         is_trained = part in self.trained_parts
         unit.requires_grad_(is_trained)
         if not is_trained:
-            compute_in(unit, self.dtype)
+            compute_in(unit, self.dtype, but=[own for name, own in unit.named_parameters() if is_adapter(name)])
         shared = fully_shard(unit, **self._how)
         # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
         shared.set_gradient_divide_factor(1.0)

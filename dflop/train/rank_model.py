@@ -18,6 +18,7 @@ from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.plan import Plan
+from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.shapes.text import ChatTokenizer, tokenizer_folder
 from dflop.step import Instruction, Node, Op
 from dflop.train.parameter_shards import ParameterShards, SharedPasses, Units
@@ -99,13 +100,14 @@ class NodeModel:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankModel:
     """The nodes of a rank, and what all nodes share: the model's spec, its Hugging Face config, each encoder's media
-    processor, and the tokenizer."""
+    processor, the tokenizer, and what of the model is trained."""
 
     nodes: tuple[NodeModel, ...]
     spec: ModelSpec
     hf_config: PretrainedConfig
     processors: Mapping[str, MediaProcessor]
     tokenizer: ChatTokenizer
+    trained: TrainedSet = EVERYTHING
 
     def of(self, index: int) -> NodeModel:
         """The node with this index in the program."""
@@ -164,6 +166,7 @@ def build_rank_model(
     hf_config = runtime.make_config(
         spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
     )
+    runtime.check_targets(spec, hf_config, config.model.trained)
     checkpoint, weights = (
         Path(folder) if folder else None for folder in (config.model.path, config.model.weights or config.model.path)
     )
@@ -178,6 +181,7 @@ def build_rank_model(
         hf_config=hf_config,
         processors={encoder.name: runtime.processors[encoder.name](spec, checkpoint) for encoder in spec.encoders},
         tokenizer=tokenizer,
+        trained=config.model.trained,
     )
 
 
@@ -279,23 +283,24 @@ def _build_stage(
     is_empty: bool,
 ) -> tuple[Stage, Units | None]:
     """A node's stage, compiled if that is wanted, and what shards its units, if replicas shard its parameters."""
-    node, ranks = topology.program.nodes[index], topology.tensor[index]
+    node, ranks, trained = topology.program.nodes[index], topology.tensor[index], config.model.trained
     check_tp(spec, node.module, ranks.size)
     units = None
     if plan.grid(node.module).gathers:
-        units = Units(topology.sharers[index], dtype, trained_parts=config.model.trained.parts(node.module))
+        units = Units(topology.sharers[index], dtype, trained_parts=trained.parts(node.module))
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,
         layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
         seed=config.seed,
         checkpoint=checkpoint,
-        dtype=held_in(dtype),
+        dtype=held_in(dtype) if trained.parts(node.module) else dtype,  # frozen weights are never wider
         device=topology.device,
         num_recomputed=plan.recomputed_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
         ranks=ranks,
         share=units.share if units else None,
         is_empty=is_empty,
+        trained=trained,
     )
     if not is_empty and compiles_layers(config.train.compile, topology.device)[0]:
         compile_layers(stage)

@@ -30,6 +30,7 @@ from dflop.step.run import Waits, run_instructions
 from dflop.train.data_loader import start_loading
 from dflop.train.evaluation import Evaluation
 from dflop.train.export import export_model
+from dflop.train.export_adapter import export_adapter, writes_adapter
 from dflop.train.feed import JobStream, ScheduleFeed, SchedulePublisher
 from dflop.train.first_messages import meet_peers
 from dflop.train.learning_rate import lr_factor
@@ -192,6 +193,9 @@ class Trainer:
             precision = self.config.train.export_precision or self.config.train.precision
             folder = self.files.out / "model"
             export_model(folder, self.plan, self.model, COMPUTES_IN[precision], self.saver.group)
+            if writes_adapter(self.model):
+                base = self.config.model.path
+                export_adapter(folder.with_name("adapter"), self.model, base, self.saver.group)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"

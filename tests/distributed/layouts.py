@@ -18,13 +18,12 @@ import torch.distributed as dist
 from layout_plans import PLANS
 from stage_cases import part_of
 from torch.distributed.tensor import DTensor
-from whole_model import build_whole_model, loss_of_batch, optimizer_of
+from whole_model import build_whole_model, loss_of_batch, name_of, optimizer_of
 
 from dflop.config import ClusterConfig, Config, ScheduleConfig, load_config
 from dflop.costs import CostModel
 from dflop.models import load_model_spec
 from dflop.plan import Plan
-from dflop.plan.trained import TrainedSet
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule
 from dflop.shapes import SampleShapes
 from dflop.step import StepInstructions, check_program, make_program
@@ -33,7 +32,7 @@ from dflop.train.adamw import Piece
 from dflop.train.data_loader import start_loading
 from dflop.train.feed import JobStream
 from dflop.train.node_work import make_works
-from dflop.train.rank_model import build_rank_model, forwards_that_read
+from dflop.train.rank_model import RankModel, build_rank_model, forwards_that_read
 from dflop.train.topology import place_in_world
 
 __all__ = ["NUM_STEPS", "Precision", "check", "run_rank", "write_case", "write_expected"]
@@ -53,6 +52,11 @@ NUM_STEPS = {
     "qwen3": 1,
     "omni": 2,
     "damaged": 1,
+    "lora of the llm": 2,
+    "plain lora": 2,
+    "internvl lora": 1,
+    "qwen lora": 1,
+    "qwen3 lora": 1,
 }
 _LR = 1e-3
 
@@ -113,8 +117,8 @@ def write_case(
     """Write the schedules of a layout for a variant of the model. Assignments are random: replicas without media, and
     splits of every kind."""
     cluster = ClusterConfig(devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
-    trained = TrainedSet(tuple(values["model"].get("freeze", ())))
-    pricer = Pricer(PLANS[name], costs, load_model_spec(load_config(values).model), cluster, trained=trained)
+    model = load_config(values).model
+    pricer = Pricer(PLANS[name], costs, load_model_spec(model), cluster, trained=model.trained)
     scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="random"), 3)
     path = folder / f"{name} {variant}"
     path.mkdir()
@@ -132,17 +136,19 @@ def _expected(config: Config, batches: Sequence[SampleShapes]) -> dict:
     for part, parameter in model.named_parameters():
         module = "llm" if "language_model" in part or "lm_head" in part else "vision"
         is_projector = "projector" in part or "merger" in part or part == "model.image_newline"
-        if module in config.model.freeze or (f"{module}.encoder" in config.model.freeze and not is_projector):
-            parameter.requires_grad_(False)
+        fixed = [*config.model.freeze, *(config.model.lora.modules if config.model.lora else ())]
+        is_fixed = module in fixed or (f"{module}.encoder" in fixed and not is_projector)
+        parameter.requires_grad_(".lora_" in part or not is_fixed)
     optimizer = optimizer_of(model, _LR)
-    losses, gradients, weights = [], [], []
+    losses, gradients, weights, own_of = [], [], [], {name_of(name): own for name, own in model.named_parameters()}
+    start = {name: own.detach().clone() for name, own in own_of.items() if ".lora_B." in name}
     for batch in batches:
         optimizer.zero_grad()
         losses.append(loss_of_batch(model, config, batch))
-        gradients.append({name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None})
+        gradients.append({name: own.grad.clone() for name, own in own_of.items() if own.grad is not None})
         optimizer.step()
-        weights.append({name: own.detach().clone() for name, own in model.named_parameters()})
-    return {"losses": losses, "gradients": gradients, "weights": weights}
+        weights.append({name: own.detach().clone() for name, own in own_of.items()})
+    return {"losses": losses, "gradients": gradients, "weights": weights, "start": start}
 
 
 def run_rank(rank: int, folder: Path, cases: list[tuple[str, str]], precision: Precision = _EXACT) -> None:
@@ -176,6 +182,7 @@ def check(folder: Path, name: str, variant: str, plan: Plan, precision: Precisio
     topology = place_in_world(program, device, dtype, _make_store())
     model = build_rank_model(config, plan, topology, dtype, overlaps=True)
     assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
+    _start_from(model, expected["start"])
     num_steps = _num_steps(name, variant)
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)
@@ -215,6 +222,19 @@ def check(folder: Path, name: str, variant: str, plan: Plan, precision: Precisio
                 ours, theirs = ours.to_local().flatten(), _held_of(theirs.flatten(), own.optimizer.pieces(parameter))
             apart = max((ours.double() - theirs).abs().flatten().tolist(), default=0.0)
             assert apart < precision.weights, f"{name}, {variant}: {parameter_name} is off by {apart:.1e}"
+
+
+@torch.no_grad()
+def _start_from(model: RankModel, start: dict[str, torch.Tensor]) -> None:
+    """Give the parameters named in `start` these values, in place of zeros."""
+    for own in model.nodes:
+        for name in start.keys() & own.parameters.keys():
+            parameter = own.parameters[name]
+            values = part_of(start[name], own.shards.get(name), parameter.shape).flatten()
+            for piece in own.optimizer.pieces(parameter):
+                piece.masters.copy_(values[piece.start :][: len(piece.masters)])
+        if start:
+            own.optimizer.go_on_from(0)
 
 
 def _held_of(values: torch.Tensor, pieces: list[Piece]) -> torch.Tensor:

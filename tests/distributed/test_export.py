@@ -1,5 +1,6 @@
 """The directory that training leaves is a Hugging Face checkpoint of its family, processor and tokenizer included."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import (
 
 from dflop.config import Config, load_config
 from dflop.models import ItemCount, family_names, load_model_spec, load_runtime
+from dflop.models.precision import COMPUTES_IN
 from dflop.plan import Grid, Plan
 from dflop.shapes import ChatTokenizer
 from dflop.shapes.reader import expand_text
@@ -166,6 +168,34 @@ def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture
         likeliest = model(input_ids=made, **inputs_of(model, items, count, made)).logits[0].argmax(dim=-1)
     num_asked = prompt.shape[1]
     assert made[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()
+
+
+@pytest.mark.parametrize(("precision", "sharding"), [("fp32", "parameters"), ("bf16", "optimizer")])
+def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, sharding, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, config = run
+    loaded, out = tmp_path / "loaded", tmp_path / "train"
+    save_checkpoint(loaded, load_config(config), tied=False)
+    lora = {"modules": ["llm", "vision.encoder"], "targets": ["*_proj", "*.fc1"], "rank": 4, "alpha": 6, "rslora": True}
+    model = {"path": str(loaded), "lora": lora}
+    plan = plan_file(folder, llm_tp=2, llm_dp=2, vision_dp=2, sharding=sharding)
+    train(folder, config | {"model": model}, plan, out, steps=3, precision=precision, export_precision="fp32")
+
+    architecture = load_runtime("llava_onevision").architecture
+    base, merged = (architecture.from_pretrained(path).eval() for path in (loaded, out / "model"))
+    base.to(COMPUTES_IN[precision]).float()  # frozen weights are held as they compute
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    with_adapters = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
+    ids = torch.arange(100, 130)[None]
+    with torch.no_grad():
+        theirs, ours = (own(input_ids=ids).logits for own in (with_adapters, merged))
+    assert (theirs - ours).abs().max() < 1e-6 * theirs.abs().max()
+    of_peft, trained = with_adapters.merge_and_unload().state_dict(), merged.state_dict()
+    adapted = re.compile(r".*layers\.\d+\..*(_proj|fc1)\.weight")
+    for name, tensor in trained.items():
+        assert (tensor - of_peft[name]).abs().max() < 1e-6, name
+        is_trained = bool(adapted.fullmatch(name)) or "projector" in name or name == "model.image_newline"
+        assert torch.equal(tensor, before[name]) != is_trained, name
 
 
 def test_three_modules_train_and_what_they_leave_hears(omni_run, tmp_path):

@@ -6,6 +6,7 @@ Everything is in float64. The oracle runs one sample after the other, unpacked, 
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,23 @@ PROJECTOR = (
     ("disjoint 2+1, encoder tp 2", "frozen encoder"),
     ("encoder pp 2, LLM pp 3", "qwen3 projector"),
 )
+# Adapters of the LLM beside a trained projector, and of both modules: in layouts of every kind.
+LORA = (
+    ("disjoint 1+2, LLM pp 2", "lora of the llm"),
+    ("disjoint 1+2, LLM tp 2", "lora of the llm"),
+    ("parameters of the LLM", "lora of the llm"),
+    ("monolithic 2", "lora of the llm"),
+    ("colocated encoder dp 4, LLM tp 2 pp 2", "plain lora"),
+    ("encoder pp 2", "plain lora"),
+    ("bubble-filled pp 2 dp 2", "plain lora"),
+    ("disjoint 2+2, both tp 2, checkpointing", "plain lora"),
+    ("parameters 2, tp 2", "plain lora"),
+    ("parameters 2x2 of both", "plain lora"),
+    ("colocated encoder tp 2", "internvl lora"),
+    ("disjoint 2+1, encoder tp 2", "qwen lora"),
+    ("parameters 2, tp 2", "qwen lora"),
+    ("encoder pp 2, LLM pp 3", "qwen3 lora"),
+)
 IN_CI = [case for case in ALL_ONCE if case[0] not in SMALLER] + list(PROJECTOR)
 OTHERS = [case for case in ALL_ONCE if case[0] in SMALLER]
 OTHERS += [
@@ -147,6 +165,7 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
     made, config = run
     made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "qwen3": qwen3_run[0], "omni": omni_run[0]}
     made_of["qwen3 projector"] = qwen3_run[0]
+    made_of |= {f"{family} lora": made_of[family] for family in ("internvl", "qwen", "qwen3")}
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
@@ -162,8 +181,16 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
         "damaged": config | {"data": config["data"] | {"sources": [{"path": str(folder / "damaged" / "train.json")}]}},
     }
     configs["tied"]["model"].pop("preset")
+    of_llm = {"modules": ["llm"], "targets": ["*.q_proj", "*.v_proj", "*.mlp.*"], "rank": 4, "rslora": True}
+    configs["lora of the llm"] = config | {"model": config["model"] | {"freeze": ["vision.encoder"], "lora": of_llm}}
+    both = {"modules": ["llm", "vision.encoder"], "rank": 4, "alpha": 12}
+    for family in ("plain", "internvl", "qwen", "qwen3"):
+        own = configs[family]
+        configs[f"{family} lora"] = own | {"model": own["model"] | {"lora": both}}
     costs, samples, batches = {}, {}, {}
-    for variant, values in configs.items():
+
+    def expect(variant: str) -> None:
+        values = configs[variant]
         spec, folder_of = load_model_spec(load_config(values).model), made_of.get(variant, made)
         costs[variant] = CostModel.load(folder_of / "costs.duckdb")
         samples[variant], _ = load_samples(folder_of / "shapes.duckdb", spec.encoders)
@@ -177,6 +204,8 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
 
     def with_schedules(cases: list[tuple[str, str]]) -> Path:
         for name, variant in cases:
+            if variant not in costs:
+                expect(variant)
             of_variant = (own[variant] for own in (configs, costs, samples, batches))
             write_case(folder, name, variant, *of_variant)
         return folder
@@ -226,6 +255,7 @@ def _without_one_damaged(batch: SampleShapes, dataset: Path, copy: Path) -> Samp
     "cases",
     [
         pytest.param(IN_CI, id="each kind of layout"),
+        pytest.param(LORA, id="with adapters", marks=pytest.mark.skipif(not find_spec("peft"), reason="no peft")),
         pytest.param(OTHERS, id="with other models", marks=pytest.mark.exhaustive),
     ],
 )

@@ -1,5 +1,6 @@
 """The oracle of training: transformers' own model on one sample after the other, unpacked, in one process."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,12 +9,13 @@ from transformers import PreTrainedModel
 from dflop.config import Config
 from dflop.loading.dataset import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.models import ModelSpec, load_model_spec, load_runtime
+from dflop.models.stages import is_adapter
 from dflop.models.weights import norms_in_float64
 from dflop.shapes import SampleShapes, ShapeReader, list_sources
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.text import ChatTokenizer, tokenizer_folder
 
-__all__ = ["build_whole_model", "loss_of_batch", "optimizer_of", "reader_of"]
+__all__ = ["build_whole_model", "loss_of_batch", "name_of", "optimizer_of", "reader_of"]
 
 
 def reader_of(config) -> ShapeReader:
@@ -31,14 +33,43 @@ def build_whole_model(config: Config) -> PreTrainedModel:
     weights = {}
     for module in spec.modules:
         layers = range(module.num_layers)
-        stage = runtime.build_stage(hf_config, module.name, layers=layers, seed=config.seed, checkpoint=checkpoint)
+        how = {"seed": config.seed, "checkpoint": checkpoint, "trained": config.model.trained}
+        stage = runtime.build_stage(hf_config, module.name, layers=layers, **how)
         weights |= stage.hf_state_dict()
     for part in hf_config.sub_configs:
         getattr(hf_config, part)._attn_implementation = "sdpa"
     model = runtime.architecture(hf_config)
+    adapters = {name: weights.pop(name) for name in list(weights) if is_adapter(name)}
     model.load_state_dict(weights)
     norms_in_float64(model)
+    if adapters:
+        _adapt(model, config, adapters)
     return model.double().train()
+
+
+def _adapt(model: PreTrainedModel, config: Config, adapters: Mapping[str, torch.Tensor]) -> None:
+    """Put peft's own adapters into the model, with these values, but for `lora_B` random ones instead of zeros: with
+    zeros the gradients of `lora_A` would be zeros."""
+    import peft  # which only variants with adapters need
+
+    own, torch_random = config.model.lora, torch.Generator().manual_seed(7)
+    linear = sorted({name.rpartition(".lora_")[0] for name in adapters})
+    peft_config = peft.LoraConfig(
+        r=own.rank, lora_alpha=own.alpha, use_rslora=own.rslora, lora_dropout=own.dropout, target_modules=linear
+    )
+    peft.inject_adapter_in_model(peft_config, model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name_of(name) in adapters:
+                values = adapters[name_of(name)]
+                if ".lora_B." in name:
+                    values = 0.1 * torch.randn(values.shape, generator=torch_random)
+                parameter.copy_(values)
+
+
+def name_of(parameter: str) -> str:
+    """Our name of a parameter of a model with peft's adapters."""
+    return parameter.replace(".base_layer.", ".").replace(".default.", ".")
 
 
 def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:

@@ -157,6 +157,8 @@ def test_null_where_something_must_stand_says_so(key, wanted):
         ("data.video.fps", -1.0, "above 0"),
         ("seed", -1, "0 or more"),
         ("train.weight_decay", -0.1, "0 or more"),
+        ("model.lora.rank", 0, "at least 1"),
+        ("model.lora.dropout", 1.0, "0 or more, and below 1"),
     ],
 )
 def test_an_impossible_number_names_the_key_the_value_and_the_bound(key, value, wanted):
@@ -168,7 +170,7 @@ def test_an_impossible_number_in_a_list_names_the_entry():
     assert "`costs.tp_sizes[0]` is [1]" in refusal({"costs": {"tp_sizes": [[1]]}})
 
 
-@pytest.mark.parametrize("key", ["costs.tp_sizes", "plan.placements"])
+@pytest.mark.parametrize("key", ["costs.tp_sizes", "plan.placements", "model.lora.targets"])
 def test_a_list_that_needs_a_value_may_not_be_empty(key):
     assert f"`{key}` is empty" in refusal(nested(key, []))
 

@@ -54,6 +54,7 @@ def _rules(finished, *arguments: str, **environment: str) -> set[str]:
         (["cluster.device_model=another"], {"profile_links"} | MEASURED),
         (["costs.repeats=2"], {"profile_links"} | MEASURED),
         (["model.freeze=[vision]"], {"search_plan"} | AFTER_PLAN),
+        (["model.lora.rank=4"], MEASURED),
         (["model.freeze=[llm]"], MEASURED),  # its backward passes gradients on, and makes none of weights
         (["model.preset=llava_ov_7b"], {"profile_shapes"} | AFTER_SHAPES | MEASURED),
         (["data.max_llm_tokens=300"], {"profile_shapes", "search_plan"} | AFTER_SHAPES | AFTER_PLAN),

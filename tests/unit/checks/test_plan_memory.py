@@ -23,6 +23,7 @@ from dflop.costs import CostModel, fit_costs
 from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
 from dflop.plan import Grid, Plan
+from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.schedule import MEMORY_CATEGORIES
 from dflop.shapes.text import BUNDLED_TOKENIZER
 from dflop.store import write_costs
@@ -65,12 +66,15 @@ def costs_file(tmp_path_factory):
 
 
 def write_tiny_costs(
-    path: Path, family: str = "llava_onevision", tp_sizes: Sequence[int] = (1,), frozen: Sequence[str] = ()
+    path: Path,
+    family: str = "llava_onevision",
+    tp_sizes: Sequence[int] = (1,),
+    trained: TrainedSet = EVERYTHING,
 ) -> Path:
     """Costs of a family's tiny model."""
     spec = tiny(family)
     names = [module.name for module in spec.modules]
-    points = [tiny_points(family, name, tp, is_frozen=name in frozen) for name in names for tp in tp_sizes]
+    points = [tiny_points(family, name, tp, trained) for name in names for tp in tp_sizes]
     return write_costs_of(spec, path, points)
 
 
@@ -79,8 +83,8 @@ def tiny(family: str) -> ModelSpec:
 
 
 @cache
-def tiny_points(family: str, module: str, tp: int, *, is_frozen: bool) -> AnalyticPoints:
-    return analytic_points(tiny(family), module, tp, load_device("h100-80g"), is_frozen=is_frozen)
+def tiny_points(family: str, module: str, tp: int, trained: TrainedSet) -> AnalyticPoints:
+    return analytic_points(tiny(family), module, tp, load_device("h100-80g"), trained=trained)
 
 
 def write_costs_of(spec: ModelSpec, path: Path, points: Sequence[AnalyticPoints]) -> Path:
@@ -143,11 +147,27 @@ def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file)
 @pytest.mark.parametrize("name", ["pipelined", "tensor parallelism, recomputing"])
 def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path):
     config = load_config(CONFIG | {"model": {"freeze": ["llm"]}})
-    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), frozen=["llm"]))
+    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), trained=TrainedSet(("llm",))))
     grid = PLANS[name].grid("llm")
     for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):
         checked = check_rank(config, PLANS[name], costs, LOAD, rank)
         assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
+
+
+@pytest.mark.parametrize("name", ["pipelined", "parameters shared, tensor parallelism"])
+def test_beside_adapters_the_weights_have_no_gradients_masters_or_moments(name, tmp_path):
+    lora = {"modules": ["llm", "vision.encoder"], "rank": 4}
+    config = load_config(CONFIG | {"model": {"lora": lora}})
+    path = write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), trained=config.model.trained)
+    costs, plan = CostModel.load(path), PLANS[name]
+    for rank in {0, plan.world_size - 1}:
+        checked = check_rank(config, plan, costs, LOAD, rank)
+        assert 0 < checked.tracked["optimizer"] < 2 * checked.tracked["parameters"]  # six times where all is trained
+        for category in MEMORY_CATEGORIES[:3]:
+            assert checked.predicted[category] == pytest.approx(checked.tracked[category], rel=0.05), (rank, category)
+        assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
+        predicted, tracked = (sum(sizes.values()) for sizes in (checked.predicted, checked.tracked))
+        assert predicted == pytest.approx(tracked, rel=0.05), rank
 
 
 @pytest.mark.parametrize("name", ["pipelined", "parameters shared"])

@@ -20,6 +20,7 @@ from dflop.models import ModelSpec, family_names, family_of, load_model_spec, lo
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compilation import replace_forwards
 from dflop.models.precision import compute_in
+from dflop.plan.trained import EVERYTHING, Lora, TrainedSet
 
 FAMILIES = {name: family_of(name) for name in family_names()}
 MODULES = [(name, module.name) for name in FAMILIES for module in load_model_spec(ModelConfig(family=name)).modules]
@@ -58,6 +59,9 @@ CASES = [*MODULES, *CHANGED]
 # To trace a layer takes a second: one of each kind is traced in CI, and all of them by the exhaustive tests.
 TRACED = {("llava_onevision", "vision"), ("llava_onevision", "llm"), ("qwen3_vl", "vision")}
 TRACED_ALONE = TRACED | {("qwen3_vl", "llm"), ("qwen2_5_omni_thinker", "audio"), ("InternViT 6B", "vision")}
+FROZEN = TrainedSet(("llm",))
+_LORA = Lora(modules=("llm", "vision.encoder"), targets=("*",), rank=8, alpha=16, dropout=0.0, rslora=False)
+ADAPTED = TrainedSet((), _LORA)
 KEPT_BY_COMPILER = {("llava_onevision", "trained"), ("qwen3", "frozen")}
 
 
@@ -81,26 +85,34 @@ def eager_and_compiled(cases: list[tuple[str, str]]) -> list[ParameterSet]:
 
 
 @cache
-def counted(name: str, module: str, *points: Point, tp: int = 1, **how: bool) -> list[CountedRun]:
+def counted(
+    name: str,
+    module: str,
+    *points: Point,
+    tp: int = 1,
+    is_compiled: bool = False,
+    trained: TrainedSet = EVERYTHING,
+) -> list[CountedRun]:
     with counting(tp) as ranks:
-        stage = CountedStage(variant(name), module, 2, ranks, **how)
+        stage = CountedStage(variant(name), module, 2, ranks, is_compiled=is_compiled, trained=trained)
         return [stage.run(at) for at in points]
 
 
-def counted_pieces(name: str, module: str, **how: bool) -> list[CountedRun]:
+def counted_pieces(name: str, module: str, trained: TrainedSet = EVERYTHING) -> list[CountedRun]:
     """Of each of `PIECES`."""
-    return counted(name, module, *(point(module, piece, depth) for piece, depth in PIECES), **how)
+    return counted(name, module, *(point(module, piece, depth) for piece, depth in PIECES), trained=trained)
 
 
 class RealStage:
     """The same pieces on the CPU, with values."""
 
-    def __init__(self, spec: ModelSpec, module: str, *, is_frozen: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, module: str, trained: TrainedSet = EVERYTHING) -> None:
         runtime = load_runtime(spec.family)
         spec = runtime.with_depth(spec, module, 2)
         names = ("image", "video", "audio", *spec.rules.special_tokens)
         config = runtime.make_config(spec, {name: place for place, name in enumerate(names)}, 0)
-        self.stage = runtime.build_stage(config, module, layers=range(2), seed=0).requires_grad_(not is_frozen)
+        self.stage = runtime.build_stage(config, module, layers=range(2), seed=0, trained=trained)
+        self.stage.train_parts(trained.parts_measured_as_trained(module))
         compute_in(self.stage, torch.bfloat16)
         self._runs = MadeUpRuns(spec, module, self.stage, torch.bfloat16)
 
@@ -152,15 +164,16 @@ def test_flops_are_those_that_torch_counts(name, module):
         assert whole_squares(module, run.backward) == pytest.approx(backward, rel=1e-3)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("trained", [EVERYTHING, FROZEN, ADAPTED], ids=["trained", "frozen", "adapted"])
 @pytest.mark.parametrize(("name", "module"), [case for case in CASES if case[1] == "llm"])
-def test_what_an_llm_keeps_is_what_autograd_keeps(name, module, is_frozen):
+def test_what_an_llm_keeps_is_what_autograd_keeps(name, module, trained):
     points = [point(module, "layers", depth) for depth in (1, 2)]
-    real = RealStage(variant(name), module, is_frozen=is_frozen)
-    _, one, two, _ = (run.saved_bytes for run in counted_pieces(name, module, is_frozen=is_frozen))
+    real = RealStage(variant(name), module, trained)
+    _, one, two, _ = (run.saved_bytes for run in counted_pieces(name, module, trained))
     # Without a variable-length kernel the segments' outputs are copied into one tensor, which is kept as well where it
     # is the input of a matrix that is trained.
-    copied = 0 if is_frozen else 2 * 96 * real.stage.hf.model.language_model.layers[0].self_attn.o_proj.in_features
+    inner = real.stage.hf.model.language_model.layers[0].self_attn.o_proj
+    copied = 0 if trained is FROZEN else 2 * 96 * inner.in_features
     found = [real.saved_bytes(at) for at in points]
     assert two - one == pytest.approx(found[1] - found[0] - copied, rel=1e-3)
 
@@ -189,11 +202,9 @@ def test_a_head_keeps_a_chunk_of_logits_and_computes_the_others_again(monkeypatc
     assert (kept[1] - kept[0]) / 64 > logits > 2 * (kept[3] - kept[2]) / 256
 
 
-@pytest.mark.parametrize(("name", "module"), MODULES)
-def test_frozen_layers_compute_gradients_of_inputs_only(name, module):
-    (_, trained, *_), (_, frozen, *_) = (
-        counted_pieces(name, module, is_frozen=is_frozen) for is_frozen in (False, True)
-    )
+@pytest.mark.parametrize("name", [name for name, module in MODULES if module == "llm"])
+def test_frozen_layers_compute_gradients_of_inputs_only(name):
+    (_, trained, *_), (_, frozen, *_) = (counted_pieces(name, "llm", trained) for trained in (EVERYTHING, FROZEN))
     assert frozen.forward.product_flops == trained.forward.product_flops
     assert trained.backward.product_flops == pytest.approx(2 * frozen.backward.product_flops)
     assert frozen.backward.attention_flops == trained.backward.attention_flops
@@ -227,21 +238,22 @@ def test_compiled_layers_do_the_same_products_and_move_and_keep_less(name, modul
 
 
 @pytest.mark.parametrize(
-    ("name", "is_frozen"),
+    ("name", "trained"),
     [
-        in_ci_if((name, kind) in KEPT_BY_COMPILER, name, is_frozen, id=f"{name}-{kind}")
+        in_ci_if((name, kind) in KEPT_BY_COMPILER, name, trained, id=f"{name}-{kind}")
         for name in ("llava_onevision", "llama with biases", "qwen3")
-        for kind, is_frozen in (("trained", False), ("frozen", True))
+        for kind, trained in (("trained", EVERYTHING), ("frozen", FROZEN))
     ],
 )
-def test_a_compiled_layer_keeps_what_torch_compile_keeps(name, is_frozen, monkeypatch):
+def test_a_compiled_layer_keeps_what_torch_compile_keeps(name, trained, monkeypatch):
     at = point("llm", "layers", 1, 256)
-    (run,) = counted(name, "llm", at, is_compiled=True, is_frozen=is_frozen)
-    real = RealStage(variant(name), "llm", is_frozen=is_frozen)
+    (run,) = counted(name, "llm", at, is_compiled=True, trained=trained)
+    real = RealStage(variant(name), "llm", trained)
     # The backend that chooses what is kept as torch.compile does, and needs no compiler.
     replace_forwards(real.stage, lambda forward: torch.compile(forward, backend="aot_eager_decomp_partition"))
     monkeypatch.setitem(AttentionInterface._global_mapping, PACKED, torch.compiler.disable(packed_attention))
-    copied = 0 if is_frozen else 2 * 256 * real.stage.hf.model.language_model.layers[0].self_attn.o_proj.in_features
+    inner = real.stage.hf.model.language_model.layers[0].self_attn.o_proj
+    copied = 0 if trained is FROZEN else 2 * 256 * inner.in_features
     assert run.saved_bytes == pytest.approx(real.saved_bytes(at) - copied, rel=0.05)
 
 

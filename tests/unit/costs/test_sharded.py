@@ -65,23 +65,23 @@ def test_passes_are_convex_in_what_their_parts_take(num_layers, a, b, gather_s, 
 def test_parameters_move_in_the_precision_that_is_computed_in_and_gradients_in_fp32():
     sizes = {"stage": 0.0, "first": 400.0, "layer": 40.0, "last": 4.0}
     how = {"latency_s": 2.0, "byte_s": 1.0}
-    half = Moving.over(sizes, **how, value_bytes=2, trained_parts=PARTS)
+    half = Moving.over(sizes, **how, value_bytes=2, trained_bytes=sizes)
     assert half.gather_s == {"first": 101.0, "layer": 11.0, "last": 2.0}  # half of a sync of 200, 20 and 2 bytes
     assert half.reduce_s == {"first": 201.0, "layer": 21.0, "last": 3.0}
-    frozen = Moving.over(sizes, **how, value_bytes=4, trained_parts=())
+    frozen = Moving.over(sizes, **how, value_bytes=4, trained_bytes=dict.fromkeys(sizes, 0.0))
     assert frozen.gather_s == half.reduce_s
     assert not any(frozen.reduce_s.values())
-    doubles = Moving.over(sizes, **how, value_bytes=8, trained_parts=PARTS)
+    doubles = Moving.over(sizes, **how, value_bytes=8, trained_bytes=sizes)
     assert doubles.gather_s == doubles.reduce_s == {"first": 401.0, "layer": 41.0, "last": 5.0}
 
 
 def test_several_layouts_are_asked_for_at_once():
     sizes = dict.fromkeys(PARTS, 100.0)
     byte_s = np.array([[0.1], [1.0]])
-    moving = Moving.over(sizes, 0.0 * byte_s, byte_s, value_bytes=4, trained_parts=PARTS)
+    moving = Moving.over(sizes, 0.0 * byte_s, byte_s, value_bytes=4, trained_bytes=sizes)
     part_s = dict.fromkeys(PARTS, np.array([[7.0], [7.0]]))
     for place, own in enumerate(byte_s[:, 0]):
-        alone = Moving.over(sizes, 0.0, own, value_bytes=4, trained_parts=PARTS)
+        alone = Moving.over(sizes, 0.0, own, value_bytes=4, trained_bytes=sizes)
         for all_, one in zip(sharded_passes(whole(3), moving), sharded_passes(whole(3), alone), strict=True):
             assert all_.seconds(part_s)[place] == pytest.approx(one.seconds(dict.fromkeys(PARTS, np.array([7.0]))))
 
@@ -95,15 +95,17 @@ def test_a_rank_holds_its_share_and_while_it_computes_the_units_at_hand():
 def test_passes_need_the_units_at_hand_and_the_gradients_on_their_way():
     def of(module: str, last: float, **how) -> dict[str, float]:
         sizes = {"stage": 0.0, "first": 400.0, "layer": 40.0, "last": last}
-        return working_bytes(module, sizes, **{"value_bytes": 2, "is_frozen": False} | how)
+        return working_bytes(module, sizes, **{"value_bytes": 2, "trained_bytes": sizes} | how)
 
     # An embedding of 100 values and a head of 101 are units of their own beside layers of 10.
     assert of("llm", 404.0) == {"stage": 6 * 101, "layer": 2 * 2 * 10 + 4 * 101, "first": 2 * 100, "last": 2 * 101}
     assert of("llm", 404.0, value_bytes=4)["stage"] == 8 * 101
-    assert of("llm", 404.0, is_frozen=True)["layer"] == 2 * (10 + 101)
+    assert of("llm", 404.0, trained_bytes=dict.fromkeys(PARTS, 0.0))["layer"] == 2 * (10 + 101)
     # Large layers have all of their gradients beside those of the one behind.
     sizes = {"stage": 0.0, "first": 4.0, "layer": 400.0, "last": 4.0}
-    assert working_bytes("vision", sizes, value_bytes=2, is_frozen=False)["stage"] == 2 * (2 + 3 * 100 + 1) + 4 * 100
+    assert (
+        working_bytes("vision", sizes, value_bytes=2, trained_bytes=sizes)["stage"] == 2 * (2 + 3 * 100 + 1) + 4 * 100
+    )
     # A tied embedding stays gathered from forward to backward, as what stands at an encoder's ends does.
     assert of("llm", 4.0) == of("vision", 4.0)
     assert of("llm", 4.0)["stage"] == 6 * 101

@@ -11,7 +11,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from dflop.base import UserError
-from dflop.config import ModelConfig
+from dflop.config import LoraConfig, ModelConfig
 from dflop.models import able_tp_sizes, check_runnable, family_names, family_of, load_model_spec
 
 FAMILIES = {name: family_of(name) for name in family_names()}
@@ -67,6 +67,12 @@ def test_what_is_frozen_must_be_a_module_of_the_model_and_not_all_of_them():
     assert "`model.freeze[0]` is 'llm.encoder'" in refusal(freeze=["llm.encoder"])
     for everything in (["vision", "llm"], ["vision.encoder", "vision", "llm"]):
         assert "`model.freeze` names every module" in refusal(freeze=everything)
+
+
+def test_adapters_are_of_the_llm_or_of_encoders_without_their_projectors():
+    assert load_model_spec(ModelConfig(lora=LoraConfig(modules=["vision.encoder", "llm"]), freeze=["vision", "llm"]))
+    message = refusal(lora=LoraConfig(modules=["llm", "vision"]))
+    assert message == "`model.lora.modules[1]` is 'vision'; it must be one of vision.encoder, llm"
 
 
 def test_a_checkpoint_of_another_family_names_the_family(checkpoint):
