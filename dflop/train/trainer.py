@@ -194,7 +194,7 @@ class Trainer:
             folder = self.files.out / "model"
             export_model(folder, self.plan, self.model, COMPUTES_IN[precision], self.saver.group)
             if writes_adapter(self.model):
-                base = self.config.model.path
+                base = self.config.model.weights or self.config.model.path
                 export_adapter(folder.with_name("adapter"), self.model, base, self.saver.group)
         except (OSError, SafetensorError) as error:
             raise UserError(

@@ -9,11 +9,13 @@ from click.testing import CliRunner, Result
 
 from dflop.base import UserError
 from dflop.cli import cli
+from dflop.config import load_config
 from dflop.config.recipe import read_recipe
 from dflop.report.page.recipe import write_recipe_page
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
+RECIPES = Path(__file__).parents[2] / "config/recipes"
 STAGES = [{"name": "one", "model": {"freeze": ["vision.encoder", "llm"]}}, {"name": "two", "train": {"lr": 0.5}}]
 FIGURES = {
     "data": {"num_samples": 1234},
@@ -39,6 +41,14 @@ def test_a_stage_has_the_shared_keys_and_its_own_and_begins_with_the_weights_of_
     }
     assert second.config["train"] == {"lr": 0.5, "steps": 3}
     assert second.config["model"] == {"weights": "results/r-one/train/model"}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_that_come_with_dflop_have_stages_whose_configs_are_right(path):
+    recipe = read_recipe(path)
+    assert len(recipe.stages) > 1
+    for stage in recipe.stages:
+        assert load_config(stage.config).run == stage.run
 
 
 @pytest.mark.parametrize(
