@@ -9,6 +9,7 @@ import numpy as np
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
 from dflop.step import CompiledPlan, stages_of
+from dflop.step.compiled import AHEAD
 from dflop.step.simulation_kernel import BRIDGE_OUT, HAS_BACKWARD
 
 __all__ = ["EdgeBytes", "edge_bytes_of", "message_bytes_of"]
@@ -25,22 +26,26 @@ class EdgeBytes(NamedTuple):
     held: Mapping[str, np.ndarray]
 
 
-def edge_bytes_of(plan: Plan, spec: ModelSpec, value_bytes: int, *, in_slots: Collection[str] = ()) -> EdgeBytes:
+def edge_bytes_of(
+    plan: Plan, spec: ModelSpec, value_bytes: int, *, has_slots: bool = False, frozen: Collection[str] = ()
+) -> EdgeBytes:
     """The bytes where one value takes `value_bytes`.
 
     A stage of the LLM holds its inputs and outputs. These are hidden states, and with them features of encoders that
     later layers take (`ModelSpec.hidden_size_before`). The input of the first stage is features, counted as if every
     token were one. Where a later stage recomputes its first layer, the hidden states that came in are left out here:
     that layer keeps them as its input, and they count as the layer's. An encoder, and an LLM of one stage, hold
-    features and their gradients, or where an encoder is frozen features of two microbatches: those that are made, and
-    those that are sent. The gradients that come to an encoder of one stage whose name is `in_slots` wait in slots
+    features and their gradients. The features of `frozen` encoders are kept during a few more forwards
+    (`step.instructions.kept_until`). With `has_slots`, the gradients that come to an encoder of one stage wait in slots
     (`message_bytes_of`).
     """
     onward, held = {}, {}
     for grid in plan.grids:
         features = np.full(plan.num_stages(grid.module), float(spec.feature_size * value_bytes))
         onward[grid.module], held[grid.module] = features, 2.0 * features
-        if grid.module in in_slots and _waits_in_slots(plan, grid.module):
+        if grid.module in frozen and grid.module != "llm":
+            held[grid.module] = (1 + min(AHEAD, plan.num_microbatches - 1)) * features
+        elif has_slots and _waits_in_slots(plan, grid.module):
             held[grid.module] = features
     if plan.num_stages("llm") > 1:
         llm = spec.module("llm")

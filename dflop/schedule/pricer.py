@@ -75,10 +75,9 @@ class Pricer:
         self.stage_costs = StageCosts(
             self.plan, self.costs, spec, trained, sharing, value_bytes, cluster.hides_transfers
         )
-        in_slots = [grid.module for grid in self.plan.grids if trained.trains(grid.module)]
-        self.edge_bytes = edge_bytes_of(
-            self.plan, spec, value_bytes, in_slots=in_slots if cluster.device == "cuda" else ()
-        )
+        frozen = [grid.module for grid in self.plan.grids if not trained.trains(grid.module)]
+        has_slots = cluster.device == "cuda"
+        self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes, has_slots=has_slots, frozen=frozen)
         self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
         self.stages = self.stage_costs.stages
 

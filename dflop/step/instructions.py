@@ -41,6 +41,7 @@ __all__ = [
     "StepInstructions",
     "features_issued_at",
     "instructions_together",
+    "kept_until",
     "make_program",
 ]
 
@@ -184,6 +185,17 @@ def features_issued_at(order: Sequence[Sequence[int]], takes_features: Sequence[
         for place, (which, stage, microbatch, _) in enumerate(order)
         if which == FORWARD and takes_features[stage]
     }
+
+
+def kept_until(send: Instruction, learns: bool) -> tuple[Op, int, int] | None:
+    """The computation (kind, node, microbatch) behind which the receiver has what is sent, whatever the times are: the
+    node's backward of the microbatch or, of one that has none (`learns` is False), the forward `AHEAD` microbatches
+    behind. None for a gradient, which is kept during the next computation."""
+    if not send.op.is_forward:
+        return None
+    if learns:
+        return Op.BACKWARD, send.node, send.microbatch
+    return Op.FORWARD, send.node, send.microbatch + AHEAD
 
 
 class _Message(NamedTuple):

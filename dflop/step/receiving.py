@@ -6,9 +6,9 @@ would wait for that. A slot is free as soon as its last message was copied out. 
 to receive into slots long before a message is needed, and messages come in while the GPU computes. A copy out of a slot
 takes about a hundredth of the time of its message. A channel has a slot for each operation that is under way, and one
 more at most. What is sent waits for the computation that made it, and for no later one: features may be sent only when
-their receiver has come further, and their sender has computed other things since. It keeps its memory while its rank
-computes once more. Behind that the compute stream waits until it has arrived: the host, which is ahead, would see too
-late that it has.
+their receiver has come further, and their sender has computed other things since. Before memory of what was sent is
+used again (`run`), the compute stream waits until it has arrived: the host, which is ahead, would see too late that it
+has.
 """
 
 from collections import Counter, defaultdict, deque
@@ -41,7 +41,7 @@ class Receiver(Protocol):
         """The message that came into a buffer, once the compute stream waits for it. The buffer is used again."""
 
     def lets_go(self, sent: dist.Work) -> bool:
-        """Whether the memory of what was sent before the last computation may be used again."""
+        """Whether the memory of what was sent, and need not be kept any more, may be used again."""
 
 
 class FreshTensors:

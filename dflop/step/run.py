@@ -3,9 +3,10 @@
 The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
 from the schedule, so nothing is exchanged to learn them. Messages are sent and received behind the computations of the
 host: those of one place in the total order and one channel together, as one operation. Received tensors come while the
-rank computes, and a computation waits only for those that it takes. What was sent is kept during one more computation.
-A tensor from one node to another of the same rank is handed over without a copy. The ranks of a worker carry out the
-same instructions, each with wires of its own.
+rank computes, and a computation waits only for those that it takes. A gradient that was sent is kept during one more
+computation, and what a forward sent as long as the stage keeps it (`kept_until`). A tensor from one node to another of
+the same rank is handed over without a copy. The ranks of a worker carry out the same instructions, each with wires of
+its own.
 """
 
 import time
@@ -18,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from dflop.step.instructions import Instruction, Op, Span, instructions_together
+from dflop.step.instructions import Instruction, Op, Span, instructions_together, kept_until
 from dflop.step.receiving import Receiver
 from dflop.step.routes import Edge
 
@@ -90,7 +91,8 @@ def run_instructions(
 
     Returns the computations with their times. The times at which the host waited are added to `waits`.
     """
-    step = _Step(works, links, waits or Waits())
+    learning = {item.node for item in instructions if item.op is Op.BACKWARD}
+    step = _Step(works, links, waits or Waits(), learning)
     for is_message, items in instructions_together(instructions):
         if is_message:
             step.exchange(items)
@@ -103,14 +105,15 @@ def run_instructions(
 class _Step:
     """The state of a step: tensors by (is forward, node, microbatch) and edge, and sends that are under way."""
 
-    def __init__(self, works: Mapping[int, StageWork], links: Links, waits: Waits) -> None:
+    def __init__(self, works: Mapping[int, StageWork], links: Links, waits: Waits, learning: Collection[int]) -> None:
+        self._learning, self._computed = learning, set[tuple[Op, int, int]]()
         self._works, self._links, self._clock, self._waits = works, links, _Clock(links.device), waits
         if links.device.type == "cpu":
             waits.peers = []
         self._received: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
         self._made: dict[tuple[bool, int, int], dict[int, _Made]] = {}
         self._arriving: dict[tuple[bool, int, int], dict[int, _UnderWay]] = {}
-        self._sending: list[_UnderWay] = []
+        self._sending: list[tuple[Instruction, _UnderWay]] = []
 
     def forward(self, item: Instruction) -> None:
         work = self._works[item.node]
@@ -119,14 +122,14 @@ class _Step:
         received = self._received.pop((True, item.node, item.microbatch), {})
         with self._clock.span(item):
             made = work.forward(item.microbatch, received)
-        self._let_go()
+        self._let_go(item)
         self._pass_on(item, made)
 
     def backward(self, item: Instruction) -> None:
         received = self._received.pop((False, item.node, item.microbatch), {})
         with self._clock.span(item):
             made = self._works[item.node].backward(item.microbatch, received)
-        self._let_go()
+        self._let_go(item)
         self._pass_on(item, made)
 
     def sync_gradients(self, item: Instruction) -> None:
@@ -147,7 +150,7 @@ class _Step:
                 made_shape = tuple(made.tensor.shape)
                 assert made_shape == shape, f"edge {item.edge}: made {made_shape}, scheduled {shape}"
                 for wire in self._links.sends[end]:
-                    by_channel[wire.channel].sends.append((made, wire))
+                    by_channel[wire.channel].sends.append((item, made, wire))
             else:
                 wire = self._links.receives[end]
                 by_channel[wire.channel].receives.append((item, shape, wire))
@@ -167,13 +170,22 @@ class _Step:
 
     def end(self) -> list[Span]:
         with _noted(self._waits.peers):
-            for sent in self._sending:
+            for _, sent in self._sending:
                 sent.work.wait()
         return self._clock.spans()
 
-    def _let_go(self) -> None:
-        """Free the memory of what was sent before the last computation."""
-        self._sending = [sent for sent in self._sending if not self._links.receiver.lets_go(sent.work)]
+    def _let_go(self, computed: Instruction) -> None:
+        """Free the memory of what need not be kept behind the last computation."""
+        self._computed.add((computed.op, computed.node, computed.microbatch))
+        self._sending = [
+            (item, sent)
+            for item, sent in self._sending
+            if not self._is_over(item) or not self._links.receiver.lets_go(sent.work)
+        ]
+
+    def _is_over(self, send: Instruction) -> bool:
+        until = kept_until(send, send.node in self._learning)
+        return until is None or until in self._computed
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
         """Hand over the tensors that other nodes of this rank take, and keep those that are sent until their send."""
@@ -212,24 +224,22 @@ class _Exchange:
     """Sends and receives that are begun together, over one channel."""
 
     def __init__(self) -> None:
-        self.sends: list[tuple[_Made, Wire]] = []
+        self.sends: list[tuple[Instruction, _Made, Wire]] = []
         self.receives: list[tuple[Instruction, tuple[int, ...], Wire]] = []
 
     def begin(
         self, channel: int, receiver: Receiver
-    ) -> tuple[list["_UnderWay"], list[tuple[Instruction, "_UnderWay"]]]:
-        """Begin all of it; returns the sends, and the receives with their instructions."""
-        operations = [dist.P2POp(dist.isend, made.tensor, wire.peer, wire.group) for made, wire in self.sends]
+    ) -> tuple[list[tuple[Instruction, "_UnderWay"]], list[tuple[Instruction, "_UnderWay"]]]:
+        """Begin all of it; returns the sends and the receives with their instructions."""
+        operations = [dist.P2POp(dist.isend, made.tensor, wire.peer, wire.group) for _, made, wire in self.sends]
         buffers = receiver.buffers(channel, [shape for _, shape, _ in self.receives]) if self.receives else []
         for buffer, (_, _, wire) in zip(buffers, self.receives, strict=True):
             operations.append(dist.P2POp(dist.irecv, buffer, wire.peer, wire.group))
-        with receiver.issuing(channel, [made.at for made, _ in self.sends]):
+        with receiver.issuing(channel, [made.at for _, made, _ in self.sends]):
             works = dist.batch_isend_irecv(operations)
         under_way = [_UnderWay(operation.tensor, works, number) for number, operation in enumerate(operations)]
-        arriving = under_way[len(self.sends) :]
-        return under_way[: len(self.sends)], [
-            (item, its) for (item, *_), its in zip(self.receives, arriving, strict=True)
-        ]
+        begun = [(item, its) for (item, *_), its in zip([*self.sends, *self.receives], under_way, strict=True)]
+        return begun[: len(self.sends)], begun[len(self.sends) :]
 
 
 class _UnderWay(NamedTuple):

@@ -5,7 +5,7 @@ for each channel of messages. Streams may share hardware queues, in the worst ca
 what stands behind an operation does not begin before that has ended. Sends and receives of one place and channel are
 one operation, as `batch_isend_irecv` makes them: it begins when all that was computed so far has ended, and ends when
 the other end of each of its messages has begun, too; nothing is buffered. What a node computes begins when the messages
-that it waits for have ended, and those that its worker sent before the computation before. It ends when all workers
+that it waits for have ended, and gradients that its worker sent before the computation before. It ends when all workers
 have begun it that take part: those of the node, and those of the replicas that share its parameters.
 
 Collectives stand where training on GPUs issues them, each in the stream of its communicator. The step begins with the
@@ -142,7 +142,7 @@ class _World:
         awaited: list[_Operation] = []
         under_way: dict[int, list[_Operation]] = defaultdict(list)  # by node: gathers, later sums
         receiving: dict[tuple[bool, int, int], _Operation] = {}
-        sent: list[_Operation] = []  # since the last computation
+        sent: list[_Operation] = []  # gradients, since the last computation
         for operation in self._before(worker, instructions[:1], under_way):
             yield operation
             computed = [operation] if operation.stream == 0 else computed
@@ -157,7 +157,7 @@ class _World:
                     operation.meetings += self._messages(worker, item)
                     if item.op.is_receive:
                         receiving[item.op.is_forward, item.edge, item.microbatch] = operation
-                    else:
+                    elif not item.op.is_forward:
                         sent.append(operation)
                 yield from (by_channel[channel] for channel in sorted(by_channel))
                 continue

@@ -4,11 +4,11 @@
 
 The simulator lets a message begin when it is made. On a GPU it begins when all is made that its two ends send with it,
 and when both have ended what stood before it: messages of one place in the total order and one channel are one
-operation, operations of a channel follow each other (`step.streams`), and receives begin ahead of need
-(`step.receiving`). Here a plan's batches are timed both ways, with the same seconds.
-*Late* is as if a receive began only when all is computed that stands before it. Plans are the fastest with pipelines of
-each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32 A100s over PCIe with 3
-Gbit/s. FOLDER, the mix and the costs are `planner.py`'s.
+operation, operations of a channel follow each other (`step.streams`), receives begin ahead of need, and a gradient has
+arrived before its sender's next computation but one (`step.receiving`). Here a plan's batches are timed both ways, with
+the same seconds. *Late* is as if a receive began only when all is computed that stands before it. Plans are the fastest
+with pipelines of each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32 A100s over
+PCIe with 3 Gbit/s. FOLDER, the mix and the costs are `planner.py`'s.
 """
 
 import argparse
@@ -106,6 +106,8 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
         edges_of[FORWARD][edge.source].append(number)
         edges_of[1 - FORWARD][edge.target].append(number)
     clock_s, free_s, arrived_s = np.zeros(len(program.workers)), defaultdict(float), defaultdict(float)
+    # When the gradients have arrived that a worker sent before its last computation, and since then.
+    let_go_s, sent_s = np.zeros_like(clock_s), np.zeros_like(clock_s)
     first_node, dp, num_parts = compiled.stages[:, 1], compiled.stages[:, 0], compiled.stages[:, -1]
     gathered_s = sync_parts(compiled, times.sync_s, times.early_sync_s, times.late_sync_s).gathered_s
     order, waiting = compiled.order.tolist(), defaultdict(list)
@@ -116,7 +118,8 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
         seconds_of = times.forward_s if which == FORWARD else times.backward_s
         begins_s = []
         for node in nodes:
-            begins_s.append(max(arrived_s[which, node, microbatch], clock_s[carriers[node]].max()))
+            free_at_s = max(clock_s[carriers[node]].max(), let_go_s[carriers[node]].max())
+            begins_s.append(max(arrived_s[which, node, microbatch], free_at_s))
             if which == FORWARD and microbatch == 0 and len(gathered_s):
                 begins_s[-1] = max(begins_s[-1], gathered_s[node] - seconds_of[node, 0])
         for index, node in enumerate(nodes):  # replicas that share parameters begin and end together
@@ -124,6 +127,7 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
             together = slice(index // shared * shared, (index // shared + 1) * shared)
             longest_s = seconds_of[nodes[together], microbatch].max()
             clock_s[carriers[node]] = max(begins_s[together]) + longest_s
+            let_go_s[carriers[node]], sent_s[carriers[node]] = sent_s[carriers[node]], 0.0
             for number in edges_of[which][node]:
                 is_held = which == FORWARD and program.edges[number].is_bridge
                 issued = max(place, issued_at.get(microbatch, place)) if is_held else place
@@ -148,6 +152,8 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
                 ended_s[worker, channel] = max(ended_s[worker, channel], begin_s + seconds)
         free_s |= ended_s
         for ends, channel, _, key in messages:
+            if key[0] != FORWARD:
+                sent_s[ends.sender] = max(sent_s[ends.sender], ended_s[ends.sender, channel])
             arrived_s[key] = max(arrived_s[key], ended_s[ends.receiver, channel])
     return float(clock_s.max())
 

@@ -118,12 +118,12 @@ class Encoder:
 
 
 def send_in(order: list[str], slots: Slots, work: Encoder) -> None:
-    """Carry out forwards (F0) and sends of their features (S0) in an order."""
+    """Carry out forwards (F0), sends of their features (S0), backwards (B0) and sends of their gradients (G0)."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         links = Links(
             edges=(Edge(0, 1, 0),),
-            sends={(0, True): (Wire(1, 0, dist.group.WORLD),)},
+            sends=dict.fromkeys([(0, True), (0, False)], (Wire(1, 0, dist.group.WORLD),)),
             receives={},
             inner=(),
             shared=(),
@@ -131,12 +131,10 @@ def send_in(order: list[str], slots: Slots, work: Encoder) -> None:
             dtype=torch.float32,
             receiver=slots,
         )
-        instructions = [
-            Instruction(Op.FORWARD, 0, int(number), place=place)
-            if kind == "F"
-            else Instruction(Op.SEND_FORWARD, 0, int(number), 0, place)
-            for place, (kind, number) in enumerate(order)
-        ]
+        instructions = []
+        for place, (kind, number) in enumerate(order):
+            op = {"F": Op.FORWARD, "S": Op.SEND_FORWARD, "B": Op.BACKWARD, "G": Op.SEND_BACKWARD}[kind]
+            instructions.append(Instruction(op, 0, int(number), 0 if op.is_send else -1, place))
         run_instructions(instructions, {0: work}, links)
     finally:
         dist.destroy_process_group()
@@ -148,23 +146,33 @@ def test_features_that_are_sent_later_do_not_wait_for_what_their_sender_has_comp
     assert streams.waited_for == [[1], [2]]
 
 
-class WatchedEncoder(Encoder):
-    """Notes how many of its features have memory when a forward begins."""
+class Watched(Encoder):
+    """Notes how many of its features or gradients have memory when it computes."""
 
     def __init__(self, streams: RecordedStreams) -> None:
         super().__init__(streams)
         self.made, self.num_held = [], []
 
     def forward(self, microbatch, received):
-        self.num_held.append(sum(features() is not None for features in self.made))
+        self.num_held.append(sum(tensor() is not None for tensor in self.made))
         made = super().forward(microbatch, received)
         self.made.append(weakref.ref(made[0]))
         return made
 
+    def backward(self, microbatch, received):
+        return self.forward(microbatch, received)
 
-def test_what_was_sent_keeps_its_memory_while_its_rank_computes_once_more():
+
+def test_features_of_a_node_without_backward_keep_their_memory_during_four_more_forwards():
     """The host, which is ahead of the GPU, sees no message arrive."""
     slots, streams = make()
-    encoder = WatchedEncoder(streams)
-    send_in(["F0", "S0", "F1", "S1", "F2", "F3", "S2", "F4", "F5"], slots, encoder)
-    assert encoder.num_held == [0, 1, 1, 1, 2, 2]
+    encoder = Watched(streams)
+    send_in([own for number in range(8) for own in (f"F{number}", f"S{number}")], slots, encoder)
+    assert encoder.num_held == [0, 1, 2, 3, 4, 4, 4, 4]
+
+
+def test_a_gradient_that_was_sent_keeps_its_memory_during_one_more_computation():
+    slots, streams = make()
+    stage = Watched(streams)
+    send_in(["B0", "G0", "B1", "G1", "B2", "G2", "B3"], slots, stage)
+    assert stage.num_held == [0, 1, 1, 1]
