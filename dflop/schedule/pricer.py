@@ -103,6 +103,11 @@ class Pricer:
         """The nodes that the rows of stage times belong to."""
         return nodes_of(self.plan)
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether devices compute, and not the cores that the scheduler runs on."""
+        return self._about[1].device == "cuda"
+
     def problem(self, shapes: SampleShapes) -> BatchProblem:
         """The batch as a balancing problem (`pose_problem`)."""
         return pose_problem(self.stage_costs, self.memory, shapes)

@@ -53,6 +53,9 @@ __all__ = ["BatchScheduler"]
 
 # Above this number of buckets, a search has fewer trials, so that 1,024 buckets are decided within a second.
 MOST_BUCKETS = 256
+# In training on GPUs a search goes on for up to so many rounds of as many trials, while the last one made the step
+# shorter by `_LEAST_GAIN`, and while all trials together take no more than `_SHARE_OF_STEP` of the predicted step.
+_MOST_ROUNDS, _LEAST_GAIN, _SHARE_OF_STEP = 20, 5e-4, 0.25
 # The number of a run's batches that are checked before it starts, at 1 to 20 ms each.
 MOST_CHECKED = 1000
 # Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
@@ -71,10 +74,16 @@ class BatchScheduler:
         config: ScheduleConfig,
         seed: int,
         left_out: pl.DataFrame | None = None,
+        *,
+        goes_on: bool = False,
     ) -> None:
-        """`left_out` (`LEFT_OUT_SCHEMA`) are the samples that are not in `samples` because no device can hold them."""
+        """`left_out` (`LEFT_OUT_SCHEMA`) are the samples that are not in `samples` because no device can hold them.
+
+        With `goes_on`, searches go on while they gain, if devices compute and this core has nothing else to do.
+        """
         self.samples, self.pricer, self.batches, self._config, self._seed = samples, pricer, batches, config, seed
         self.left_out = LEFT_OUT_SCHEMA.to_frame() if left_out is None else left_out
+        self._goes_on = goes_on
         self._cbc: CbcProcess | None = None
 
     def schedule(self, step: int, policy: str | None = None) -> StepSchedule:
@@ -206,10 +215,21 @@ class BatchScheduler:
         )
         search = StepSearch(self.pricer, shapes)
         found, found_s = search.improve(start.assignment, self.num_trials, int(rng.integers(2**31)))
+        for _ in range(1, self._num_rounds(search, found_s)):
+            before_s = found_s
+            found, found_s = search.improve(found, self.num_trials, int(rng.integers(2**31)))
+            if found_s > before_s * (1 - _LEAST_GAIN):
+                break
         if found_s == np.inf:
             return fitted(self.pricer, shapes, [start.assignment], rng), f"{start.name}, made to fit"
         assert self._holds(shapes, problem, found)
         return found, f"{start.name}, search {found_s / start.step_s - 1:+.1%}"
+
+    def _num_rounds(self, search: StepSearch, step_s: float) -> int:
+        """How many rounds of trials a step of `step_s` seconds leaves time for; it depends on no clock."""
+        if not (self._goes_on and self.pricer.on_gpus and self.num_trials and np.isfinite(step_s)):
+            return 1
+        return min(_MOST_ROUNDS, int(_SHARE_OF_STEP * step_s / (self.num_trials * search.trial_s)))
 
     def _as_priced(self, shapes: SampleShapes, policy: Policy, step: int) -> "_Start":
         """The batch as it is grouped to price plans: no schedule takes longer than that step."""

@@ -55,7 +55,7 @@ def open_scheduler(config: Config, *, shapes: Path, costs: Path, plan: Path) -> 
     """The scheduler of a run, from its artifacts (read-only). Samples that no device can hold are left out."""
     samples, left_out, pricer = _open(config, shapes, costs, plan, evaluation=False)
     batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
-    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out)
+    return BatchScheduler(samples, pricer, batches, config.schedule, config.seed, left_out, goes_on=True)
 
 
 def open_evaluation(config: Config, *, shapes: Path, costs: Path, plan: Path) -> BatchScheduler:

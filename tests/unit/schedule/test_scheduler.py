@@ -7,7 +7,8 @@ import pytest
 
 from dflop.balance import balanced_cells, bucket_loads, drawn_in_turns, lpt_buckets
 from dflop.base import UserError
-from dflop.config import ClusterConfig, ScheduleConfig
+from dflop.config import ClusterConfig, ModelConfig, ScheduleConfig
+from dflop.models import load_model_spec
 from dflop.plan import Grid, Plan
 from dflop.schedule import Assignment, BatchScheduler, GlobalBatches, Pricer, StepSchedule, preview_frames
 from dflop.step import nodes_of
@@ -37,16 +38,24 @@ def plan_of(schedule: StepSchedule) -> Plan:
 
 @pytest.fixture(scope="module")
 def make_scheduler(costs, tiny_spec, draw_samples):
-    def make(plan: Plan, policy: str = "lpt", seed: int = 0, batch_size: int = 32, **more) -> BatchScheduler:
+    def make(
+        plan: Plan,
+        policy: str = "lpt",
+        seed: int = 0,
+        batch_size: int = 32,
+        cluster: ClusterConfig = CLUSTER,
+        goes_on: bool = False,
+        **more,
+    ) -> BatchScheduler:
         samples = draw_samples(150, seed=1)
         pricer = Pricer(
             plan,
             costs,
             tiny_spec,
-            CLUSTER,
+            cluster,
         )
         config = ScheduleConfig(policy=policy, time_limit_s=0.15, **more)
-        return BatchScheduler(samples, pricer, GlobalBatches(150, batch_size, seed), config, seed)
+        return BatchScheduler(samples, pricer, GlobalBatches(150, batch_size, seed), config, seed, goes_on=goes_on)
 
     return make
 
@@ -223,6 +232,26 @@ def test_another_seed_draws_other_batches(make_scheduler):
     plan = make_plan(1, 1, 1)
     ids = [set(make_scheduler(plan, "random", seed).schedule(0).sample_id) for seed in (0, 1)]
     assert ids[0] != ids[1]
+
+
+def test_in_training_on_gpus_a_search_goes_on_while_it_gains_and_the_predicted_step_lasts(make_scheduler):
+    plan = make_plan(2, 2, 2)
+    gpus = dataclasses.replace(CLUSTER, device="cuda", device_model="h100-80g")
+
+    def scheduled_s(cluster: ClusterConfig, goes_on: bool, costs_share: float = 1.0) -> list[float]:
+        scheduler = make_scheduler(plan, "search", search_trials=100, goes_on=goes_on, cluster=cluster)
+        if costs_share != 1.0:
+            times = {key: costs_share * fit for key, fit in scheduler.pricer.costs.times.items()}
+            costs = dataclasses.replace(scheduler.pricer.costs, times=times)
+            scheduler.pricer = Pricer(plan, costs, load_model_spec(ModelConfig(preset="tiny")), cluster)
+        return [scheduler.schedule(step).step_s for step in range(NUM_STEPS)]
+
+    first, more = (scheduled_s(gpus, goes_on) for goes_on in (False, True))
+    assert all(later <= sooner for later, sooner in zip(more, first, strict=True))
+    assert np.mean(more) < 0.998 * np.mean(first)
+    # Cores that compute the step, and a step that is over before a round ends, leave no time.
+    assert scheduled_s(CLUSTER, True) == scheduled_s(CLUSTER, False)
+    assert scheduled_s(gpus, True, 1e-6) == scheduled_s(gpus, False, 1e-6)
 
 
 def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_scheduler):
