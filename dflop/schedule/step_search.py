@@ -5,9 +5,9 @@ replicas, gives a sample's media to another encoder replica, or swaps the media 
 are priced again, and the step is simulated again (microseconds). Trials are drawn from a seed, so that equal problems
 have equal answers.
 
-In plans with stages, from a start that is packed by ideal shares, descent does as well as annealing. With 2 to 8 samples a bucket and 64
-buckets, steps after 8,000 trials were 0 to 1.1 % longer than after 160,000 (mean over ten batches; single ones up to
-2.7 %).
+In plans with stages, from a start that is packed by ideal shares, descent does as well as annealing. With 2 to 8
+samples a bucket and 64 buckets, steps after 8,000 trials were 0 to 1.1 % longer than after 160,000 (mean over ten
+batches; single ones up to 2.7 %).
 """
 
 from dataclasses import replace
