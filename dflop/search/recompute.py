@@ -75,16 +75,13 @@ class JustEnough:
 
         None where the plan does not fit even with all layers recomputed.
         """
-        most = {grid.module: self._num_layers(pricer.plan, grid.module) for grid in pricer.plan.grids}
-        everything = self._recomputing(pricer, most)
-        fullest, needed_bytes = everything.fullest_batch()
-        if max(needed_bytes, everything.alone_bytes()) > self._limit_bytes:
-            # Recomputing a device's last layer frees no memory at that device's peak, and keeps the layer's input, too.
-            most = {module: np.maximum(count - 1, 0) for module, count in most.items()}
+        for most in self._most(pricer.plan):
             everything = self._recomputing(pricer, most)
             fullest, needed_bytes = everything.fullest_batch()
-            if max(needed_bytes, everything.alone_bytes()) > self._limit_bytes:
-                return None
+            if max(needed_bytes, everything.alone_bytes()) <= self._limit_bytes:
+                break
+        else:
+            return None
         counts, batches = {module: self._recomputed(pricer.plan, module, end) for module, end in most.items()}, set()
         while needed_bytes > self._limit_bytes or not batches:
             if fullest in batches:  # orders that fill bubbles depend on free memory: fewer layers may then not fit
@@ -97,6 +94,19 @@ class JustEnough:
             counts = {module: np.minimum(counts[module] - (-end // _PARTS), end) for module, end in most.items()}
             enough = self._recomputing(pricer, counts)
         return enough
+
+    def _most(self, plan: Plan) -> Iterator[Counts]:
+        """What may need least memory: all layers recomputed, or all but one of each device's.
+
+        Recomputing a device's last layer frees no memory at that device's peak, and keeps the layer's input, too. Where
+        modules share devices, and the peak is in the LLM, all layers of the encoders are recomputed.
+        """
+        most = {grid.module: self._num_layers(plan, grid.module) for grid in plan.grids}
+        but_one = {module: np.maximum(count - 1, 0) for module, count in most.items()}
+        yield most
+        if len(most) > 1:
+            yield most | {"llm": but_one["llm"]}
+        yield but_one
 
     def fewer(self, pricer: PlanPricer) -> Iterator[PlanPricer]:
         """The plan with ever fewer recomputed layers, by an eighth of them at a time: first of the LLM's, then of the

@@ -15,6 +15,7 @@ from dflop.plan import PLACEMENTS, Plan
 from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pipeline_bounds import MeanPipelines
+from dflop.search.recompute import of_stages
 from dflop.search.space import Splits, llm_layers, plan_of
 from dflop.search.step_bounds import LowerBounds
 
@@ -162,8 +163,18 @@ class RowBounds:
         return self._once(key, lambda: self._pipelines.of_batches(row.values, row.recomputed, mean=mean))
 
     def _of_llm(self, row: Row, recomputes: bool) -> np.ndarray:
-        key = "bytes", self._llm_place[row.number], recomputes
-        return self._once(key, lambda: self._memory.of_llm(row.values, row.with_all(recomputes).recomputed))
+        """The LLM's bytes on each of its pipeline ranks with no layer recomputed; or the least with all of them, or
+        all but one of each rank's (`JustEnough`)."""
+
+        def of_llm() -> np.ndarray:
+            plain = self._memory.of_llm(row.values, row.with_all(recomputes).recomputed)
+            if not recomputes:
+                return plain
+            counts = np.array(row.layers).reshape(-1, row.values["llm_pp"]).sum(axis=0)
+            but_one = of_stages(np.maximum(counts - 1, 0), row.layers)
+            return np.minimum(plain, self._memory.of_llm(row.values, but_one))
+
+        return self._once(("bytes", self._llm_place[row.number], recomputes), of_llm)
 
     def _ends(self, row: Row) -> list[np.ndarray]:
         """The LLM's bytes with no layer recomputed, and with all of them."""

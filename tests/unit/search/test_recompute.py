@@ -97,6 +97,26 @@ def test_no_device_could_do_with_fewer_layers(tiny_spec, encoders, shape, seeds,
         assert enough.step_s(0) >= nothing.step_s(0) * (1 - 1e-9) or row["placement"] == "bubble_filled"
 
 
+def test_a_plan_that_fits_with_one_layer_less_of_the_llm_alone_is_found(tiny_spec):
+    found = 0
+    for seed in range(8):
+        config, costs, samples = make_config(4, 8, search_batches=2), bent_costs(seed), uneven_samples(40, seed)
+        batches, splits, rows = space_of(config, tiny_spec, costs, samples)
+        for row in rows.filter(rows["placement"] == "colocated").sample(6, seed=seed).iter_rows(named=True):
+            nothing = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, LPT)
+            most = most_of(nothing.plan, tiny_spec, ())
+            but_one = {name: np.maximum(count - 1, 0) for name, count in most.items()}
+            limit, *others = (
+                nothing.recomputing(with_recomputed(nothing.plan, counts, tiny_spec)).needed_bytes()
+                for counts in (most | {"llm": but_one["llm"]}, most, but_one)
+            )
+            enough = JustEnough(tiny_spec, TrainedSet(()), limit).of(nothing)
+            assert enough is not None
+            assert enough.needed_bytes() <= limit
+            found += limit < min(others)
+    assert found
+
+
 def as_arrays(counts: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return {module: np.array(own) for module, own in counts.items()}
 
