@@ -145,12 +145,13 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         }
         for column in ("parameter_bytes", "adapter_bytes")
     )
+    nothing_of_stages = {(module, layout, "stage"): 0.0 for module, layout, _ in ranges}
     return CostModel(
         times=times,
         activations=activations,
         transients=transients,
-        parameter_bytes=sizes | {(module, layout, "stage"): 0.0 for module, layout, _ in ranges},
-        adapter_bytes=adapters,
+        parameter_bytes=sizes | nothing_of_stages,
+        adapter_bytes=adapters | nothing_of_stages,
         ranges=ranges,
         source=source,
     )

@@ -149,7 +149,7 @@ class FittedCosts:
                 if key == "model":
                     what = "another model"
                 elif key not in _MADE_FOR:
-                    what = f"`{key}` {own}, and by `model.freeze` and `model.lora` it is {value}"
+                    what = f"{key} as {own}, and by `model.freeze` and `model.lora` it is {value}"
                 raise UserError(
                     f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
                 )

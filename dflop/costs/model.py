@@ -120,6 +120,7 @@ class CostModel(FittedCosts):
     def trained_bytes(self, module: str, layout: LayoutKey, trained: TrainedSet) -> dict[str, float]:
         """Bytes in fp32 of the parameters that have gradients, of one unit of each of `PARTS`: all, none, or those of
         adapters."""
+        self.require(module, layout)
         parts, own = trained.parts(module), self.adapter_bytes if trained.adapts(module) else {}
         return {
             part: self.parameter_bytes[module, layout, part] if part in parts else own.get((module, layout, part), 0.0)

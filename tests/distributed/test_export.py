@@ -183,7 +183,8 @@ def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, shar
 
     architecture = load_runtime("llava_onevision").architecture
     base, merged = (architecture.from_pretrained(path).eval() for path in (loaded, out / "model"))
-    base.to(COMPUTES_IN[precision]).float()  # frozen weights are held as they compute
+    for parameter in base.parameters():  # frozen weights are held as they compute
+        parameter.data = parameter.data.to(COMPUTES_IN[precision]).float()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     with_adapters = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
     ids = torch.arange(100, 130)[None]

@@ -281,3 +281,18 @@ def test_the_trained_directory_generates_text_from_the_prompts_that_it_was_train
     num_asked = prompt["input_ids"].shape[1]
     assert produced[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()
     assert tokenizer.decode(produced[0]).startswith(tokenizer.decode(prompt["input_ids"][0]))
+
+
+def test_a_run_with_adapters_goes_on_in_another_layout(run, tmp_path):
+    folder, config = run
+    lora = {"modules": ["llm", "vision.encoder"], "rank": 4}
+    config = config | {"model": config["model"] | {"lora": lora}}
+    one, other = plan_file(folder, llm_dp=2), plan_file(folder, llm_tp=2, llm_pp=2)
+    whole = train(folder, config, one, tmp_path / "whole", steps=4)
+    train(folder, config, one, tmp_path / "resumed", steps=2)
+    resumed = train(folder, config, other, tmp_path / "resumed", steps=4)
+    assert json.loads((tmp_path / "resumed/summary.json").read_text())["restarts"] == 1
+    assert [step["step"] for step in resumed] == [0, 1, 2, 3]
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
