@@ -245,8 +245,9 @@ class BatchScheduler:
         dp, num_microbatches = self.pricer.plan.grid("llm").dp, problem.num_microbatches
         if not self.pricer.plan.grid("llm").gathers:
             return []
-        starts = []
-        for name, columns in {"in turns": problem.loads_s, "in turns by llm": problem.loads_s[:, -1:]}.items():
+        # Kernels are compiled for contiguous arrays.
+        starts, llm_s = [], np.ascontiguousarray(problem.loads_s[:, -1:])
+        for name, columns in {"in turns": problem.loads_s, "in turns by llm": llm_s}.items():
             packed, bucket = _packed(replace(problem, loads_s=columns), lpt_buckets)
             load = bucket_loads(packed, bucket).sum(axis=1)
             starts.append(self._start(shapes, name, *drawn_in_turns(bucket, load, dp)))
