@@ -63,7 +63,9 @@ class SharedPasses(nn.Module):
         super().__init__()
         self.stage, self._has_copies = stage, units.has_copies
         trained = [
-            own for name, own in stage.named_hf_parameters().items() if stage.part_of(name) in units.trained_parts
+            own
+            for name, own in stage.named_hf_parameters().items()
+            if is_adapter(name) or stage.part_of(name) in units.trained_parts
         ]
         compute_in(stage, units.dtype, but=trained)
         units.share(self, "last")
