@@ -32,13 +32,15 @@ def recipe_command(recipe: Path, arguments: tuple[str, ...]) -> None:
     from dflop.config.recipe import read_recipe
     from dflop.report.page.recipe import write_recipe_page
 
+    if given := next((name for name in arguments if name.startswith("--configfile")), None):
+        raise UserError(f"{given} would replace the stages' own configs; put its keys into {recipe}, beside `stages`")
     read = read_recipe(recipe)
     for stage in read.stages:
         _check(stage)
     _write_configs(read)
     for number, stage in enumerate(read.stages, start=1):
         click.echo(f"stage {number} of {len(read.stages)}: {stage.name} (results/{stage.run})", err=True)
-        code = _run(["snakemake", "--configfile", str(_config_of(read, stage)), *(arguments or ("--cores", "all"))])
+        code = _run(["snakemake", *(arguments or ("--cores", "all")), "--configfile", str(_config_of(read, stage))])
         if page := write_recipe_page(Path("results", read.name), read):
             click.echo(f"{page}: the stages so far", err=True)
         if code:
@@ -50,12 +52,13 @@ def recipe_command(recipe: Path, arguments: tuple[str, ...]) -> None:
 def _check(stage: "Stage") -> None:
     """Refuse a stage that cannot be run, before any stage is."""
     from dflop.config import load_config
-    from dflop.models import load_model_spec
+    from dflop.models import check_modules, load_model_spec
     from dflop.shapes import list_sources
 
     try:
         config = load_config(*([_CONFIG] if _CONFIG.is_file() else []), stage.config)
-        load_model_spec(config.model)
+        spec = load_model_spec(config.model)
+        check_modules(spec, config.train.modules, "train.modules")
         for source in list_sources(config.data):
             if not str(source.path).startswith(_DEMO_DATA):  # the workflow makes the demo's
                 source.files()
@@ -64,7 +67,7 @@ def _check(stage: "Stage") -> None:
 
 
 def _config_of(recipe: "Recipe", stage: "Stage") -> Path:
-    return Path("results", recipe.name, f"{stage.name}.yaml")
+    return Path("results", recipe.name, "stages", f"{stage.name}.yaml")
 
 
 def _write_configs(recipe: "Recipe") -> None:

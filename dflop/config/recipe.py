@@ -57,12 +57,15 @@ def read_recipe(path: Path) -> Recipe:
         _check_name(f"{place}.name`", stage := own.pop("name", None))
         if stage in (earlier.name for earlier in stages):
             raise UserError(f"{place}.name` is {stage!r}, as an earlier stage's is; give each its own")
+        for model in (values.get("model"), own.get("model", {})):
+            if model is not None and not isinstance(model, dict):
+                raise UserError(f"{place}.model` is {model!r}; it must hold keys such as `family` and `path`")
         config = merged(values, own)
         run = f"{name}-{stage}"
         if "run" in config:
             raise UserError(f"{place}` has `run: {config['run']}`; its run is called {run}, take the key out")
         if stages:
-            if "weights" in (own.get("model") or {}):
+            if "weights" in own.get("model", {}):
                 raise UserError(f"{place}.model.weights` is given; a stage begins with the weights of the one before")
             config = merged(config, {"model": {"weights": f"results/{stages[-1].run}/train/model"}})
         stages.append(Stage(stage, run, config | {"run": run}))

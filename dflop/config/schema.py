@@ -52,7 +52,7 @@ class SourceConfig:
     trust_sizes: StrictBool = False
     evaluation: StrictBool = False
     columns: dict[kinds.RecordKey, str] = field(default_factory=dict)
-    epochs: kinds.AboveZero | None = None
+    epochs: kinds.Repeats | None = None
     weight: kinds.AboveZero | None = None
 
 

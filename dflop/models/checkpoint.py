@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dflop.base import UserError
 
@@ -21,8 +21,7 @@ __all__ = [
     "weights_digest",
 ]
 
-# Of each file of weights, the blocks and their bytes that `weights_digest` reads.
-_NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 12
+_BLOCK_BYTES = 1 << 12  # of each tensor, for `weights_digest`
 _HEADER_LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors allows
 
@@ -48,17 +47,26 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A digest of a checkpoint's weights: of the names and sizes of its safetensors files, and of blocks in them, since
-    to read them whole takes minutes. Weights that were trained differ in every block. Empty where there are none."""
+    """A digest of a checkpoint's weights: of its safetensors files' names and headers, and of the first 4 KiB of each
+    tensor, since to read all takes minutes; a tensor that was trained differs there. Empty where there are none.
+
+    Raises:
+        UserError: when a file cannot be read, or is no safetensors file.
+    """
     running = sha256()
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
-        size = path.stat().st_size
-        running.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for number in range(_NUM_BLOCKS):
-                file.seek(size * number // _NUM_BLOCKS)
-                running.update(file.read(_BLOCK_BYTES))
+        try:
+            with path.open("rb") as file:
+                tensors = _header(path, file)
+                first = file.tell()
+                running.update(f"{path.name}\0{json.dumps(tensors, sort_keys=True)}\0".encode())
+                for name in sorted(tensors.keys() - {"__metadata__"}):
+                    begin, end = tensors[name]["data_offsets"]
+                    file.seek(first + begin)
+                    running.update(file.read(min(_BLOCK_BYTES, end - begin)))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}; copy it again") from None
     return running.hexdigest()[:16] if files else ""
 
 
@@ -141,11 +149,20 @@ def _tensor_names(folder: Path) -> Iterator[str]:
         return
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-            try:
-                yield from json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
-            except ValueError:
-                raise UserError(f"{path} is no safetensors file, or it is cut off; copy it again") from None
+            yield from _header(path, file)
+
+
+def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
+    """The header of an open safetensors file; its tensors' bytes follow.
+
+    Raises:
+        UserError: when it is no such file.
+    """
+    length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+    try:
+        return json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+    except ValueError:
+        raise UserError(f"{path} is no safetensors file, or it is cut off; copy it again") from None
 
 
 def _read_fields(path: Path) -> dict[str, Any] | None:

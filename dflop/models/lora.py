@@ -11,7 +11,7 @@ they divide A, and each has all of B.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -27,13 +27,18 @@ from dflop.plan.trained import Lora
 __all__ = ["adapt_layer", "check_targets", "low_rank_product"]
 
 
-def check_targets(lora: Lora, stages: Sequence[Stage]) -> None:
-    """Check that each of `lora.targets` matches a linear layer of one of these stages, which are whole modules.
+def check_targets(lora: Lora, stages: Mapping[str, Stage]) -> None:
+    """Check that each of `lora.targets` matches a linear layer of one of these stages, which are whole modules, by
+    their names; and that each module has a layer that is matched.
 
     Raises:
-        UserError: naming the first pattern that matches none, and what else it matches.
+        UserError: naming the first pattern that matches none, and what else it matches; or the first such module.
     """
-    inside = [pair for stage in stages for layer in stage.layer_names for pair in _named_within(stage, layer)]
+    of_modules = {
+        module: [pair for layer in stage.layer_names for pair in _named_within(stage, layer)]
+        for module, stage in stages.items()
+    }
+    inside = [pair for pairs in of_modules.values() for pair in pairs]
     for number, pattern in enumerate(lora.targets):
         matched = [(name, own) for name, own in inside if fnmatchcase(name, pattern)]
         if any(isinstance(own, nn.Linear) for _, own in matched):
@@ -48,6 +53,14 @@ def check_targets(lora: Lora, stages: Sequence[Stage]) -> None:
             f"`model.lora.targets[{number}]` is {pattern!r}, which {found}; it is a pattern for names such as "
             f"'*.{linear[0]}', and they have the linear layers {', '.join(linear)}"
         )
+    for module, pairs in of_modules.items():
+        linear = [name for name, own in pairs if isinstance(own, nn.Linear)]
+        if not any(fnmatchcase(name, pattern) for name in linear for pattern in lora.targets):
+            last = sorted({name.rpartition(".")[2] for name in linear})
+            raise UserError(
+                f"`model.lora.targets` match no linear layer of {module}, which is in `model.lora.modules`; it has "
+                f"{', '.join(last)}: add a pattern for one of them, or take {module} out"
+            )
 
 
 def adapt_layer(stage: Stage, layer: str, lora: Lora, ranks: TensorGroup, seed: int, *, is_empty: bool) -> None:

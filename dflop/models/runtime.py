@@ -93,11 +93,11 @@ class FamilyRuntime:
         Raises:
             UserError: naming the first that does not.
         """
-        stages = []
+        stages = {}
         for own in spec.modules if trained.lora else ():
             if trained.adapts(own.name):
                 with torch.device("meta"):
-                    stages.append(self.cut(self.architecture(config), own.name, range(own.num_layers)))
+                    stages[own.name] = self.cut(self.architecture(config), own.name, range(own.num_layers))
         if stages:
             check_targets(trained.lora, stages)
 

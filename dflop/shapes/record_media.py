@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import unquote
 
 from dflop.base import printable
 
@@ -30,7 +31,8 @@ MEDIA_KINDS = ("image", "video", "audio")
 _MAX_DETAIL = 1000
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
-_DATA_URL = re.compile("data:[^,]{0,100};base64,")
+_DATA_URL = re.compile("data:[^,]{0,100};base64,", re.IGNORECASE)
+_FILE_URL = re.compile("file://(localhost)?(?=/)", re.IGNORECASE)
 
 
 class RecordError(Exception):
@@ -137,7 +139,8 @@ def medium_file(entry: Any, name: str, where: str) -> str | Embedded:
     if isinstance(entry, bytes):
         return EmbeddedBytes(name, entry)
     if isinstance(entry, Embedded) or (is_text(entry) and entry):
-        return entry.removeprefix("file://") if isinstance(entry, str) else entry
+        is_url = isinstance(entry, str) and (header := _FILE_URL.match(entry))
+        return unquote(entry[header.end() :]) if is_url else entry
     shown = repr(entry)
     raise RecordError(
         "bad_record", f"{where} holds {shown[:80]}{'…' * (len(shown) > 80)}; it must be a path or a list of paths"
@@ -151,8 +154,8 @@ def from_base64(text: Any, where: str) -> bytes:
         RecordError: bad_record.
     """
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
-    except (TypeError, ValueError) as error:
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except (AttributeError, TypeError, ValueError) as error:
         raise RecordError("bad_record", f"{where} is not base64: {error}") from None
 
 

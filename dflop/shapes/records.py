@@ -147,7 +147,9 @@ def _turns(raw: dict[str, Any]) -> tuple[list[Turn], dict[str, list[str | Embedd
             raise RecordError("bad_record", f"{where} has the unknown speaker {speaker!r}; known: {', '.join(_ROLES)}")
         turns.append(Turn(_ROLES[speaker], content))
     system = raw.get("system")  # as ShareGPT's exports have it, beside the turns
-    if is_text(system) and system and turns and turns[0].role != "system":
+    if system is not None and not is_text(system):
+        raise RecordError("bad_record", "`system` holds no text")
+    if system and turns and turns[0].role != "system":
         turns.insert(0, Turn("system", system))
     if not any(turn.role == "assistant" and turn.content.strip() for turn in turns):
         raise RecordError("empty", "no turn of the assistant holds any text: there is nothing to learn")
@@ -169,7 +171,7 @@ def _read_parts(content: list[Any], media: dict[str, list[str | Embedded]]) -> I
         if name == "text" and is_text(part.get("text")):
             yield part["text"]
         elif kind is not None:
-            given = next((part[key] for key in (name, "path", "bytes") if part.get(key) is not None), None)
+            given = next((part[key] for key in (name, "url", "path", "bytes") if part.get(key) is not None), None)
             where = f"a part of type {name}"
             if name == "input_audio" and isinstance(given, dict):
                 given = from_base64(given.get("data"), where)

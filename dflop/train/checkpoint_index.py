@@ -6,7 +6,7 @@ A pickle may name any function for its reader to call. Here it may name the clas
 import io
 import pickle
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
@@ -58,7 +58,18 @@ class IndexReader(FileSystemReader):
         return index
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """In Python, where a pickle's memo is a dict: in C, a few bytes ask for gigabytes of it."""
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise pickle.UnpicklingError("it sets attributes of a class, as no checkpoint of dflop does")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of dflop does")

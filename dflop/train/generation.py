@@ -22,6 +22,10 @@ __all__ = ["Generation", "generation_of"]
 _NOTHING = "null"
 # To be increased when older checkpoints can no longer be read.
 _CHECKPOINT_FORMAT = 6
+# A checkpoint from before this was written says nothing of it.
+_BEGINS_WITH = "the weights that training begins with"
+# Keys of a source that earlier versions do not know, left out where they say nothing.
+_NEW_KEYS = ("columns", "epochs", "weight")
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
 # Keys that do not affect the weights. The first one, `train.steps`, does so if the learning rate falls until the last
 # step.
@@ -64,7 +68,7 @@ class Generation:
         """The inputs of the weights that differ from those of an earlier generation, in words."""
         if not earlier.weights:
             return ["another version of dflop wrote the checkpoint"]
-        names = sorted(self.weights.keys() | earlier.weights.keys())
+        names = sorted((self.weights.keys() - {_BEGINS_WITH}) | earlier.weights.keys())
         return [
             _change(name, earlier.weights.get(name), self.weights.get(name))
             for name in names
@@ -77,9 +81,13 @@ def generation_of(
 ) -> Generation:
     """The generation of a run; `left_out` are the (source, row) of samples that the plan's devices cannot hold."""
     weights = {"checkpoint format": _CHECKPOINT_FORMAT} | dict(_flat(select_keys(config, _KEYS)))
+    weights["data.sources"] = [
+        {key: value for key, value in source.items() if value or key not in _NEW_KEYS}
+        for source in weights["data.sources"]
+    ]
     weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
     if begins_with := config.model.weights or config.model.path:
-        weights["the weights that training begins with"] = weights_digest(Path(begins_with))
+        weights[_BEGINS_WITH] = weights_digest(Path(begins_with))
     free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
     written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
     return Generation(written, prices_digest(pricer))

@@ -8,8 +8,10 @@ the norm and how busy the ranks were.
 import gc
 import math
 import os
+import shutil
 import sys
 import time
+import zlib
 
 import numpy as np
 import torch
@@ -182,6 +184,14 @@ class Trainer:
         if self.topology.is_main:
             print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
 
+    def _seed_dropout(self, step: int) -> None:
+        """Seed the masks of adapters' dropout: ranks that divide a layer draw the same ones, replicas others, and a
+        resumed run those of one that was not interrupted."""
+        lora = self.model.trained.lora
+        if lora and lora.dropout:
+            first = self.topology.rank - max(node.ranks.place for node in self.model.nodes)
+            torch.manual_seed(zlib.crc32(f"{self.config.seed}/{step}/{first}".encode()))
+
     def _say_what_is_compiled(self, num_eager: int) -> None:
         if num_eager:
             reason = self.compiled.reason or "other ranks know the reason"
@@ -191,11 +201,13 @@ class Trainer:
         self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
         try:
             precision = self.config.train.export_precision or self.config.train.precision
-            folder = self.files.out / "model"
-            export_model(folder, self.plan, self.model, COMPUTES_IN[precision], self.saver.group)
-            if writes_adapter(self.model):
+            folder, adapter = self.files.out / "model", self.files.out / "adapter"
+            if writes_adapter(self.model):  # before the model, whose folder says that the run is finished
                 base = self.config.model.weights or self.config.model.path
-                export_adapter(folder.with_name("adapter"), self.model, base, self.saver.group)
+                export_adapter(adapter, self.model, base, self.saver.group)
+            elif self.topology.is_main and adapter.exists():  # of an earlier training in this folder
+                shutil.rmtree(adapter)
+            export_model(folder, self.plan, self.model, COMPUTES_IN[precision], self.saver.group)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"the model could not be written to {self.files.out / 'model'}: {error}; the last step is saved"
@@ -207,6 +219,7 @@ class Trainer:
             self.publisher.step_started(step, self.reports.take(step))
         config = self.config.train
         self.watch.begin(f"step {step + 1}, its schedule,", config.peer_timeout_s, needs_silence=True)
+        self._seed_dropout(step)
         with self.clock.part("schedule"):
             schedule = self.feed.get(step)
         # In its first steps a process compiles and fills caches, so only silent ranks end the job.

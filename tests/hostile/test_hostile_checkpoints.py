@@ -84,3 +84,13 @@ def test_a_damaged_index_is_refused_or_read(checkpoint, tmp_path):
         assert isinstance(IndexReader(path.parent).read_metadata(), Metadata)
 
     fuzz({".metadata": (checkpoint / ".metadata").read_bytes()}, read, UserError, tmp_path)
+
+
+def test_an_index_that_changes_a_class_is_refused_and_the_class_is_as_it_was(checkpoint, tmp_path):
+    """A prefix in front of a right index: it sets `Path.exists`, and drops what it made."""
+    own = (checkpoint / ".metadata").read_bytes()
+    state = pickle.dumps({"exists": "x"}, protocol=2)[2:-1]
+    (tmp_path / ".metadata").write_bytes(own[:2] + b"cpathlib\nPosixPath\n" + state + b"b0" + own[2:])
+    with pytest.raises(UserError, match=r"\.metadata: it sets attributes of a class, as no checkpoint of dflop does"):
+        IndexReader(tmp_path).read_metadata()
+    assert callable(Path.exists)

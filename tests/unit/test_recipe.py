@@ -60,6 +60,7 @@ def test_the_recipes_that_come_with_dflop_have_stages_whose_configs_are_right(pa
         ({"stages": ["one"]}, r"`stages\[0\]` is 'one'; it must be a config with a `name`"),
         ({"stages": [{}]}, r"`stages\[0\]\.name` is None"),
         ({"stages": [STAGES[0], STAGES[0]]}, r"`stages\[1\]\.name` is 'one', as an earlier stage's is"),
+        ({"stages": [STAGES[0], {"name": "two", "model": "m"}]}, r"`stages\[1\]\.model` is 'm'; it must hold keys"),
         ({"run": "mine"}, r"`stages\[0\]` has `run: mine`; its run is called r-one"),
         ({"stages": [STAGES[0], {"name": "two", "model": {"weights": "x"}}]}, r"begins with the weights of the one be"),
     ],
@@ -74,7 +75,10 @@ def snakemake(monkeypatch) -> Path:
     """A Snakemake that notes its arguments in the file that is returned, and fails in the run that `fails` names."""
     program, calls = Path("bin/snakemake"), Path("calls")
     program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$@" >> calls\n! grep -qs . fails || ! grep -q "$(cat fails)" "$2"\n')
+    program.write_text(
+        '#!/bin/sh\necho "$@" >> calls\nfor config; do :; done\n'
+        '! grep -qs . fails || ! grep -q "$(cat fails)" "$config"\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent.absolute()), prepend=":")
     Path("data.json").write_text("[]")
@@ -90,21 +94,26 @@ def dflop_recipe(*arguments: str, data: str = "data.json") -> Result:
 def test_the_workflow_runs_once_a_stage_with_what_is_given_for_it(snakemake):
     assert dflop_recipe("--profile", "slurm", "-n").exit_code == 0
     assert snakemake.read_text().splitlines() == [
-        f"--configfile results/r/{stage}.yaml --profile slurm -n" for stage in ("one", "two")
+        f"--profile slurm -n --configfile results/r/stages/{stage}.yaml" for stage in ("one", "two")
     ]
-    assert yaml.safe_load(Path("results/r/two.yaml").read_text())["run"] == "r-two"
+    assert yaml.safe_load(Path("results/r/stages/two.yaml").read_text())["run"] == "r-two"
 
 
 def test_a_stage_that_fails_is_named_and_none_follows(snakemake):
     Path("fails").write_text("run: r-one")
     result = dflop_recipe()
     assert str(result.exception) == "stage `one` ended with exit code 1, see above; the same command goes on there"
-    assert snakemake.read_text().splitlines() == ["--configfile results/r/one.yaml --cores all"]
+    assert snakemake.read_text().splitlines() == ["--cores all --configfile results/r/stages/one.yaml"]
 
 
 def test_data_of_a_later_stage_that_are_not_there_are_said_before_anything_runs(snakemake):
     result = dflop_recipe(data="none.json")
     assert "stage `two`: the manifest none.json (source `none`) does not exist" in str(result.exception)
+    assert not snakemake.exists()
+
+
+def test_a_config_of_all_stages_is_refused_as_it_would_replace_theirs(snakemake):
+    assert "--configfile would replace the stages' own configs" in str(dflop_recipe("--configfile", "x").exception)
     assert not snakemake.exists()
 
 

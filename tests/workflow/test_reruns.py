@@ -8,7 +8,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dflop.demo import make_demo_data
 
@@ -99,8 +101,8 @@ def test_data_rerun_the_shards_that_are_others_and_what_follows(finished, change
 def test_other_weights_to_begin_with_train_again_and_measure_nothing(finished):
     folder = finished[0].folder / "earlier"
     folder.mkdir()
-    for weights in (b"some", b"others"):
-        (folder / "model.safetensors").write_bytes(weights)
+    for weights in (0.0, 1.0):
+        save_file({"projector": np.full(3, weights), "llm": np.zeros(5000)}, folder / "model.safetensors")
         assert _rules(finished, "--config", "model.weights=earlier") == {"train", "report", "all"}
 
 

@@ -206,7 +206,10 @@ def shapes_to_plan(wildcards):
 def weights_to_begin_with(wildcards):
     """A digest of the weights, so that training runs again with others, such as those of an earlier stage."""
     begins_with = CONFIG.model.weights or CONFIG.model.path
-    return weights_digest(Path(begins_with)) if begins_with else ""
+    try:
+        return weights_digest(Path(begins_with)) if begins_with else ""
+    except UserError as error:
+        stop_with(error)
 
 
 def plan_to_train(wildcards):

@@ -29,5 +29,7 @@ def _row(run: Path, stage: Stage) -> dict[str, Any]:
     """A stage's name and what it leaves untrained; `figures` are its report's, None where there is none yet."""
     summary = run / "report/summary.json"
     figures = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None
-    frozen = (stage.config.get("model") or {}).get("freeze") or ()
-    return {"name": stage.name, "run": run.name, "frozen": ", ".join(frozen) or "nothing", "figures": figures}
+    model = stage.config.get("model") or {}
+    adapted = (model.get("lora") or {}).get("modules", ["llm"]) if model.get("lora") is not None else []
+    limits = [*model.get("freeze", ()), *(f"{name} but its adapters" for name in adapted)]
+    return {"name": stage.name, "run": run.name, "frozen": ", ".join(limits) or "nothing", "figures": figures}

@@ -59,3 +59,8 @@ def test_a_pattern_that_matches_no_linear_layer_is_refused(family):
     assert "matches model.language_model.layers.0.input_layernorm, a " in message
     assert "and no linear layer" in message
     assert "matches nothing in the layers of llm" in refusal(family, targets=["lm_head"])
+
+
+def test_a_module_in_which_no_pattern_matches_is_refused():
+    message = refusal("llava_onevision", modules=["llm", "vision.encoder"], targets=["*.gate_proj"])
+    assert "match no linear layer of vision, which is in `model.lora.modules`; it has fc1, fc2, k_proj" in message

@@ -12,7 +12,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 
 from dflop.base import UserError
 from dflop.config import LoraConfig, ModelConfig
-from dflop.models import able_tp_sizes, check_runnable, family_names, family_of, load_model_spec
+from dflop.models import able_tp_sizes, check_runnable, family_names, family_of, load_model_spec, weights_digest
 
 FAMILIES = {name: family_of(name) for name in family_names()}
 
@@ -216,3 +216,17 @@ def test_each_module_has_the_tensor_parallel_sizes_that_divide_its_heads(tiny_sp
     assert able_tp_sizes(spec, [1, 2, 3, 8]) == {"vision": [1, 3], "llm": [1, 2]}
     with pytest.raises(UserError, match=r"tp=2 does not divide vision's 9 attention heads.*use one of 1, 3, 9"):
         able_tp_sizes(spec, [2, 4])
+
+
+def test_weights_of_which_one_small_tensor_is_another_have_another_digest(tmp_path):
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder, value in zip(folders, (0.0, 0.0, 1.0), strict=True):
+        folder.mkdir()
+        save_file({"llm": torch.zeros(100_000), "projector": torch.full((3,), value)}, folder / "model.safetensors")
+    one, two, three = map(weights_digest, folders)
+    assert one == two != three
+    (folders[0] / "model.safetensors").unlink()
+    assert not weights_digest(folders[0])
+    (folders[0] / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"model\.safetensors is no safetensors file"):
+        weights_digest(folders[0])

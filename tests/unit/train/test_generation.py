@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
+from safetensors.numpy import save_file
 
 from dflop.config import load_config
 from dflop.store import STEP_SECONDS_SCHEMA
@@ -54,6 +56,18 @@ def test_more_steps_and_faster_loading_make_no_other_run(generate):
     more = {"train": {"steps": 9, "checkpoint_every": 3, "loader_workers": 0, "resume": "never"}}
     assert generate(more) == generate()
     assert generate({"schedule": {"policy": "lpt"}}).digest == generate().digest
+
+
+def test_a_checkpoint_that_does_not_know_a_key_goes_on_while_the_key_says_nothing(generate, tmp_path):
+    save_file({"llm": np.zeros(3)}, tmp_path / "model.safetensors")
+    source = {"path": "a.json", "media_root": "."}
+    now = generate({"data": {"sources": [source]}, "model": {"weights": str(tmp_path)}})
+    before = dict(now.weights)
+    del before["the weights that training begins with"], before["model.lora"]
+    assert not now.changes_since(Generation(before, ""))
+    assert not {"columns", "epochs", "weight"} & json.loads(now.weights["data.sources"])[0].keys()
+    others = generate({"data": {"sources": [source | {"epochs": 2}]}, "model": {"weights": str(tmp_path)}})
+    assert others.changes_since(Generation(before, "")) == ["`data.sources` changed"]
 
 
 def test_a_checkpoint_of_before_generations_is_of_another_version(generate):
