@@ -21,6 +21,7 @@ from dflop.models.compilation import compile_layers, compiles_layers
 from dflop.models.compile_log import Stopwatch, compiled_so_far, why_not_compiled
 from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, TextBatch
 from dflop.models.stages import LlmStage, Stage
+from dflop.plan.trained import TrainedSet
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NUM_LAYERS = 2
@@ -250,7 +251,8 @@ def test_a_run_of_any_family_needs_a_quarter_of_the_graphs_that_it_may_have(
     own, num_layers = family_of(family), 4
     spec = own.make_spec("tiny", deepcopy(own.presets["tiny"]), {})
     about = {"placeholder_ids": tokenizer.placeholder_ids, "vocab_size": tokenizer.vocab_size(), "device": CPU}
-    bench = Bench(spec, module, num_layers, **about, precision="bf16", is_compiled=True, is_frozen=is_frozen)
+    trained = TrainedSet((module,) if is_frozen else ())
+    bench = Bench(spec, module, num_layers, **about, precision="bf16", is_compiled=True, trained=trained)
     stage, runs = bench.stage, MadeUpRuns(spec, module, bench.stage, torch.bfloat16)
     stage.set_recomputed(num_layers // 2 if is_recomputed else 0)
     before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
