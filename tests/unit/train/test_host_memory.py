@@ -7,7 +7,7 @@ import torch.distributed as dist
 from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.models.tensor_group import ALONE
 from dflop.step import Node
-from dflop.train.export import _masters
+from dflop.train.export import masters_of
 from dflop.train.host_buffer import HostBuffer
 from dflop.train.peak_memory import forget_peak, peak_memory
 from dflop.train.rank_model import NodeModel
@@ -50,7 +50,7 @@ def test_only_the_first_replica_keeps_masters_for_the_export(dp_rank, tiny_spec,
             dtype=torch.bfloat16,
             overlaps=False,
         )
-        masters = _masters(own)
+        masters = masters_of(own)
         trained = {name for name, parameter in own.parameters.items() if parameter.requires_grad}
         assert masters.keys() == (set() if dp_rank else trained)
         assert all(whole.dtype == torch.float32 for whole in masters.values())
