@@ -79,7 +79,7 @@ def hear(shared: Path) -> Mapping[str, Any]:
     """On another node: ask, and return what the first node tells.
 
     Raises:
-        UserError: the one that the first node met with, or when it tells nothing for ten minutes.
+        UserError: with the first node's refusal, or when the first node answers nothing for ten minutes.
     """
     answer, number = _answer(shared), secrets.token_hex(8)
     question = answer.with_name(f"{answer.name}.{slurm_rank()}")

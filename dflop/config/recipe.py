@@ -43,6 +43,8 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         UserError: naming the file, the key and what would be right.
     """
+    if not path.is_file():
+        raise UserError(f"the recipe {path} does not exist; config/recipes has some to start from")
     values, where = read_layer(path)
     name, entries = values.pop("recipe", None), values.pop("stages", None)
     _check_name(f"{where}: `recipe`", name)

@@ -74,8 +74,8 @@ def analytic_points(
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
     its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring, and every kernel
-    its launch. `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained: backward of
-    what is not computes gradients of activations only.
+    its launch. `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained.
+    Frozen layers compute gradients of activations alone.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide the module's heads.

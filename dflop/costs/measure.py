@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 class Bench:
     """A module of `depth` layers on one device, or on the tensor-parallel `ranks`, ready to be measured.
 
-    `trained` says what of the model is trained: backward of what is not computes the gradients of its inputs only.
+    `trained` says what of the model is trained. Frozen layers compute the gradients of their inputs alone.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide its heads.

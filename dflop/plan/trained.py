@@ -44,7 +44,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSet:
-    """The trained part of a model: all of it but what `frozen` names, e.g. ("vision.encoder", "llm"), and of what
+    """The trained part of a model. What `frozen` names, e.g. ("vision.encoder", "llm"), is not trained, and of what
     `lora` adapts its adapters alone.
 
     A name is a module, or `<module>.encoder`: all of an encoder but its projector.

@@ -53,7 +53,7 @@ __all__ = ["BatchScheduler"]
 
 # Above this number of buckets, a search has fewer trials, so that 1,024 buckets are decided within a second.
 MOST_BUCKETS = 256
-# In training on GPUs a search goes on for up to so many rounds of as many trials, while the last one made the step
+# Where GPUs train, a run's search goes on for up to so many rounds of as many trials, while the last one made the step
 # shorter by `_LEAST_GAIN`, and while all trials together take no more than `_SHARE_OF_STEP` of the predicted step.
 _MOST_ROUNDS, _LEAST_GAIN, _SHARE_OF_STEP = 20, 5e-4, 0.25
 # The number of a run's batches that are checked before it starts, at 1 to 20 ms each.
@@ -232,7 +232,7 @@ class BatchScheduler:
         return min(_MOST_ROUNDS, int(_SHARE_OF_STEP * step_s / (self.num_trials * search.trial_s)))
 
     def _as_priced(self, shapes: SampleShapes, policy: Policy, step: int) -> "_Start":
-        """The batch as it is grouped to price plans: no schedule takes longer than that step."""
+        """The batch as it is grouped to price plans. Where it fits into memory, no schedule takes longer."""
         drawn, plan = self.pricer.drawn(shapes, [self._seed, step]), self.pricer.plan
         return self._start(shapes, "as priced", *policy.quick(drawn, plan.grid("llm").dp, plan.num_microbatches))
 

@@ -112,6 +112,11 @@ def test_data_of_a_later_stage_that_are_not_there_are_said_before_anything_runs(
     assert not snakemake.exists()
 
 
+def test_a_recipe_that_is_not_there_says_where_some_are():
+    with pytest.raises(UserError, match=r"the recipe none\.yaml does not exist; config/recipes has some"):
+        read_recipe(Path("none.yaml"))
+
+
 def test_a_config_of_all_stages_is_refused_as_it_would_replace_theirs(snakemake):
     assert "--configfile would replace the stages' own configs" in str(dflop_recipe("--configfile", "x").exception)
     assert not snakemake.exists()
