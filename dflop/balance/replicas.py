@@ -23,7 +23,19 @@ from dflop.balance.packing import lpt_buckets
 from dflop.balance.problem import BatchProblem
 from dflop.base import UserError
 
-__all__ = ["ByteLimit", "DoesNotFit", "Sync", "balanced_cells", "cell_loads", "unbalanced_cells", "waiting_loads"]
+__all__ = [
+    "ByteLimit",
+    "DoesNotFit",
+    "Sync",
+    "balanced_cells",
+    "cell_loads",
+    "cost_shares",
+    "even_cells",
+    "is_within",
+    "level_replicas",
+    "unbalanced_cells",
+    "waiting_loads",
+]
 
 Sync = Literal["microbatch", "step"]
 
@@ -84,7 +96,7 @@ def balanced_cells(
         DoesNotFit: no assignment was found within the limit.
     """
     assert limit is None or not padded
-    shares = _shares(costs)
+    shares = cost_shares(costs)
     if sync == "step" and padded:
         microbatches = _padded_steps(shares, num_replicas, batch_size)
     elif sync == "step":
@@ -98,7 +110,7 @@ def balanced_cells(
     ours, theirs = (
         waiting_loads(cell_loads(shares, some, num_replicas, padded=padded), sync) for some in (cell, unbalanced)
     )
-    return cell if ours <= theirs or not _is_within(unbalanced, limit) else unbalanced
+    return cell if ours <= theirs or not is_within(unbalanced, limit) else unbalanced
 
 
 def cell_loads(costs: np.ndarray, cell: np.ndarray, num_replicas: int, *, padded: bool = False) -> np.ndarray:
@@ -121,15 +133,20 @@ def waiting_loads(loads: np.ndarray, sync: Sync) -> float:
     return float(waited.max(axis=1).sum())
 
 
-def _is_within(cell: np.ndarray, limit: ByteLimit | None) -> bool:
+def is_within(cell: np.ndarray, limit: ByteLimit | None, *, padded: bool = False) -> bool:
+    """Whether each cell is within the limit: the sum of its samples' bytes, or its number times the largest."""
     if limit is None:
         return True
     held = np.zeros(int(cell.max()) + 1, dtype=np.int64)
-    np.add.at(held, cell, limit.sample_bytes)
+    if padded:
+        np.maximum.at(held, cell, limit.sample_bytes)
+        held *= np.bincount(cell)
+    else:
+        np.add.at(held, cell, limit.sample_bytes)
     return bool(held.max() <= limit.max_bytes)
 
 
-def _shares(costs: np.ndarray) -> np.ndarray:
+def cost_shares(costs: np.ndarray) -> np.ndarray:
     """Each cost as a share of its column's sum, in grid steps; zeros for a column of nothing."""
     costs = np.asarray(costs, dtype=np.float64)
     totals = np.array([math.fsum(column) for column in costs.T])
@@ -155,7 +172,7 @@ def _each_microbatch(
                 grouped = _level_microbatches(shares[part], num_replicas, size, limit and limit.of(part))
             microbatches += [begin + members for members in grouped]
     weights = np.array([_cell_weights(shares[members], padded) for members in microbatches])
-    return [members[places] for members, places in zip(microbatches, _level_replicas(weights), strict=True)]
+    return [members[places] for members, places in zip(microbatches, level_replicas(weights), strict=True)]
 
 
 def _sorted_cells(shares: np.ndarray, size: int) -> np.ndarray:
@@ -169,11 +186,11 @@ def _level_microbatches(shares: np.ndarray, num_replicas: int, size: int, limit:
     try:
         while (taken := _around_the_dearest(shares, left, num_replicas, size)) is not None:
             chosen, left = taken
-            groups.append(_even_cells(shares, chosen, num_replicas, size, limit))
-        cells = _even_cells(shares, left, len(left) // size, size, limit)
+            groups.append(even_cells(shares, chosen, num_replicas, size, limit))
+        cells = even_cells(shares, left, len(left) // size, size, limit)
     except DoesNotFit:
         # The dear samples may be too large together: all cells are made at once, which leaves more freedom.
-        groups, cells = [], _even_cells(shares, np.arange(len(shares)), len(shares) // size, size, limit)
+        groups, cells = [], even_cells(shares, np.arange(len(shares)), len(shares) // size, size, limit)
     order = np.argsort(-shares[cells].sum(axis=(1, 2)), kind="stable")
     return groups + list(cells[order].reshape(-1, num_replicas, size))
 
@@ -212,7 +229,7 @@ def _level_steps(shares: np.ndarray, num_replicas: int, batch_size: int, limit: 
     """
     num_each = len(shares) // num_replicas
     num_full = num_each // batch_size
-    owned = _even_cells(shares, np.arange(len(shares)), num_replicas, num_each)
+    owned = even_cells(shares, np.arange(len(shares)), num_replicas, num_each)
     sizes = (shares.sum(axis=1) if limit is None else limit.sample_bytes)[owned]
     owned = np.take_along_axis(owned, np.argsort(-sizes, axis=1, kind="stable"), axis=1)
     # A last microbatch that is smaller takes its samples at even distances, from the largest to the smallest.
@@ -241,7 +258,7 @@ def _padded_steps(shares: np.ndarray, num_replicas: int, batch_size: int) -> lis
     if num_full:
         cells = ordered[num_last:].reshape(-1, batch_size)
         loads = batch_size * shares[cells[:, 0]]
-        owned = _even_cells(loads, np.arange(len(cells)), num_replicas, num_full)
+        owned = even_cells(loads, np.arange(len(cells)), num_replicas, num_full)
         sums = loads[owned, 0].sum(axis=1)
         microbatches = list(cells[owned].transpose(1, 0, 2))
     if size_last:
@@ -251,7 +268,7 @@ def _padded_steps(shares: np.ndarray, num_replicas: int, batch_size: int) -> lis
     return microbatches
 
 
-def _even_cells(
+def even_cells(
     shares: np.ndarray, members: np.ndarray, num_cells: int, size: int, limit: ByteLimit | None = None
 ) -> np.ndarray:
     """The samples `members` in cells of even cost, `[num_cells, size]`, in no particular order.
@@ -269,7 +286,7 @@ def _even_cells(
         most = size * (limit.max_bytes + 1) + limit.max_bytes
     try:
         problem = BatchProblem(
-            loads_s=_shares(shares[members]),
+            loads_s=cost_shares(shares[members]),
             llm_tokens=tokens,
             num_dp_ranks=num_cells,
             num_microbatches=1,
@@ -286,7 +303,7 @@ def _cell_weights(shares: np.ndarray, padded: bool) -> np.ndarray:
     return (shares.max(axis=1) * shares.shape[1] if padded else shares.sum(axis=1)).sum(axis=1)
 
 
-def _level_replicas(weights: np.ndarray) -> np.ndarray:
+def level_replicas(weights: np.ndarray) -> np.ndarray:
     """Which cell of its microbatch each replica takes, `[num_microbatches, num_replicas]`, so that sums are level.
 
     Microbatch by microbatch, the replica that has least takes most.

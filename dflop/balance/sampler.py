@@ -1,8 +1,8 @@
 """A batch sampler for other people's training loops: the samples of every step unchanged, dealt evenly to the ranks.
 
 It takes what each sample costs and replaces torch's DistributedSampler and BatchSampler. Every step holds the samples
-that these would give it; which rank computes which of them is decided by `replicas`. It needs torch and numba, and none
-of the rest of dflop.
+that these would give it; which rank computes which of them is decided by `replicas` and `unequal`. It needs torch and
+numba, and none of the rest of dflop.
 """
 
 import operator
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
 from dflop.balance.replicas import ByteLimit, DoesNotFit, Sync, balanced_cells
+from dflop.balance.unequal import unequal_cells
 from dflop.base import UserError
 
 __all__ = ["BalancedBatchSampler"]
@@ -60,6 +61,10 @@ class BalancedBatchSampler(BatchSampler):
         sync: how often ranks wait for each other. "microbatch": in every batch, as FSDP and DeepSpeed do and DDP
             without `no_sync`. "step": once a step, as DDP with `no_sync` does while it accumulates (the Hugging Face
             Trainer's way); a rank's batches then need to be even only in sum.
+        equal_sizes: True: all batches of a step hold `batch_size` samples. False: `batch_size` is their mean, and a
+            batch of short samples holds more of them than one of long samples, at least one. Ranks are evener, padded
+            ones by far, and a step never takes longer than with equal sizes. The loss must then be divided by the
+            tokens (or samples) of the whole step, as below.
         sample_bytes: `[num_samples]`, what each sample adds to the memory of its batch (its size when padded), such as
             its activations; needs `max_batch_bytes`.
         max_batch_bytes: no batch holds more than this. Other units, such as tokens, will do if both have them.
@@ -79,6 +84,7 @@ class BalancedBatchSampler(BatchSampler):
         padded: bool,
         num_accumulation_steps: int = 1,
         sync: Sync = "microbatch",
+        equal_sizes: bool = True,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -91,7 +97,7 @@ class BalancedBatchSampler(BatchSampler):
         self.num_replicas, self.rank = _place_in_group(num_replicas, rank)
         self.num_accumulation_steps = _at_least(1, "num_accumulation_steps", num_accumulation_steps)
         self.shuffle, self.seed, self.drop_last = bool(shuffle), _integer("seed", seed), bool(drop_last)
-        self.padded, self.sync = bool(padded), sync
+        self.padded, self.sync, self.equal_sizes = bool(padded), sync, bool(equal_sizes)
         if self.padded and self._costs.shape[1] > 1:
             raise UserError(
                 f"padded=True needs one cost a sample, its length, not {self._costs.shape[1]}; give the lengths that "
@@ -109,6 +115,7 @@ class BalancedBatchSampler(BatchSampler):
                 "or drop_last=False"
             )
         super().__init__(range(num_samples), self.batch_size, self.drop_last)
+        self.sampler = self  # whose `set_epoch` Lightning calls
         self._num_batches = num_per_rank // self.batch_size if self.drop_last else -(-num_per_rank // self.batch_size)
         self._num_samples_used = self.num_replicas * min(num_per_rank, self._num_batches * self.batch_size)
         self.max_batch_bytes = max_batch_bytes
@@ -171,6 +178,7 @@ class BalancedBatchSampler(BatchSampler):
                     "state"
                 )
         epoch, whole, part = (_at_least(0, name, state[name]) for name in ("epoch", "num_steps", "num_batches_of_step"))
+        state = {"equal_sizes": True} | state
         # A state of an earlier version lacks the names that are newer.
         other = [
             f"{name}={state.get(name)} (now {value})"
@@ -202,7 +210,8 @@ class BalancedBatchSampler(BatchSampler):
 
     def _division(self) -> dict[str, Any]:
         """The settings that, with the costs, decide which rank computes which samples of a step."""
-        names = ("batch_size", "num_replicas", "num_accumulation_steps", "padded", "sync", "max_batch_bytes")
+        names = ("batch_size", "num_replicas", "num_accumulation_steps")
+        names += ("padded", "sync", "equal_sizes", "max_batch_bytes")
         return {name: getattr(self, name) for name in names}
 
     def _order(self) -> np.ndarray:
@@ -222,10 +231,12 @@ class BalancedBatchSampler(BatchSampler):
 
     def _batches_of(self, step: int, order: np.ndarray) -> list[list[int]]:
         samples = self._samples_of(step, order)
-        limit = None if self._limit is None or self.padded else self._limit.of(samples)
+        # Padded batches of equal sizes cannot be kept below a limit by regrouping: their largest sample is looked at.
+        limit = None if self._limit is None or (self.padded and self.equal_sizes) else self._limit.of(samples)
+        cells_of = balanced_cells if self.equal_sizes else unequal_cells
         division = {"padded": self.padded, "sync": self.sync, "limit": limit}
         try:
-            cell = balanced_cells(self._costs[samples], self.num_replicas, self.batch_size, **division)
+            cell = cells_of(self._costs[samples], self.num_replicas, self.batch_size, **division)
         except DoesNotFit:
             raise UserError(
                 f"no way was found to keep the batches of step {step} (epoch {self.epoch}) within max_batch_bytes="
@@ -252,22 +263,22 @@ class BalancedBatchSampler(BatchSampler):
                 f"sample_bytes must be one number for each of {len(self._costs)} samples, not {list(held.shape)}"
             )
         limit = ByteLimit(sample_bytes=held[:, 0], max_bytes=most)
-        num_held = self.batch_size if self.padded else 1
+        num_held = self.batch_size if self.padded and self.equal_sizes else 1
         too_large = limit.sample_bytes * num_held > most
         if too_large.any():
             first = int(too_large.argmax())
-            padded = f", {self.batch_size} times that in a padded batch of {self.batch_size}" if self.padded else ""
+            padded = f", {num_held} times that in a padded batch of {num_held}" if num_held > 1 else ""
             raise UserError(
                 f"sample {first} has {limit.sample_bytes[first]:,} bytes{padded}, more than max_batch_bytes={most:,} "
                 f"({int(too_large.sum())} of {len(held)} samples do not fit); leave out such samples, "
-                f"{'use a smaller batch_size, ' if self.padded else ''}or raise max_batch_bytes"
+                f"{'use a smaller batch_size or equal_sizes=False, ' if padded else ''}or raise max_batch_bytes"
             )
         return limit
 
     def _check_that_steps_fit(self, order: np.ndarray) -> None:
         """Raise a UserError for a sample that exceeds the limit even in a batch with the smallest ones of its step."""
-        if self._limit is None or self.padded:
-            return
+        if self._limit is None or self.padded or not self.equal_sizes:
+            return  # each sample fits alone, or in a batch of its like: it was looked at once
         most = self._limit.max_bytes
         for step in range(-(-self._num_batches // self.num_accumulation_steps)):
             samples = self._samples_of(step, order)

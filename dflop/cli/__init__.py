@@ -25,7 +25,7 @@ def cli() -> None:
     hand. The workflow does not need the others: compare prices published systems beside a plan of ours, check-plan
     compares a plan's predicted memory with the memory of a rank's step, check-model compares samples in a plan's stages
     with plain transformers, recipe runs the workflow for stages that follow each other, init makes a folder to run the
-    workflow in, and doctor looks at a machine.
+    workflow in, shapes reads a manifest's shapes for other trainers, and doctor looks at a machine.
     """
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "plot_shapes_command",
     "profile_loading",
     "profile_shapes",
+    "shapes_command",
 ]
 
 
@@ -41,20 +42,24 @@ def demo_data(out: Path, records: int, seed: int) -> None:
 @click.option("--workers", type=click.IntRange(min=1), help="Processes that share the shard; one a core if not given.")
 def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int | None) -> None:
     """Read the shapes of one shard's samples from media headers and text."""
+    config = load_for("profile-shapes", configs)
+    click.echo(f"{out}: {_profile(config, *_find_shard(config, shard), out, workers)}")
+
+
+def _profile(config, source, shard, out: Path, workers: int | None = None) -> str:
+    """Write the file of a shard; returns how many samples it has."""
     from dflop.models import load_model_spec
     from dflop.shapes import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
     from dflop.store import write_parquet
 
-    config = load_for("profile-shapes", configs)
     data = config.data
-    source, found = _find_shard(config, shard)
     spec = load_model_spec(config.model)
     folder = tokenizer_folder(config.model)
     ChatTokenizer(folder)  # a folder without a tokenizer is refused here, before processes start
-    with progress_bar(total=found.num_records, unit="record", desc=shard) as bar:
+    with progress_bar(total=shard.num_records, unit="record", desc=shard.name) as bar:
         frame = profile_shard(
             source,
-            found,
+            shard,
             seed=config.seed,
             reader=ShapeReader(spec.rules, _whole(data)),
             tokenizer_folder=folder,
@@ -65,7 +70,51 @@ def profile_shapes(configs: tuple[str, ...], shard: str, out: Path, workers: int
         )
     write_parquet(frame, out)
     num_rejected = frame["reason"].is_not_null().sum()
-    click.echo(f"{out}: {len(frame) - num_rejected} samples, {num_rejected} rejected")
+    return f"{len(frame) - num_rejected} samples, {num_rejected} rejected"
+
+
+@click.command("shapes")
+@click.argument("manifests", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--model", type=FOLDER, required=True, help="Folder of a model: config, tokenizer, preprocessor.")
+@click.option("--media-root", type=FOLDER, help="Folder that the media's paths begin at; each manifest's if not given.")
+@click.option("--out", type=FILE, default="shapes.duckdb", show_default=True, help="DuckDB file to write.")
+@config_option
+def shapes_command(
+    manifests: tuple[Path, ...], model: Path, media_root: Path | None, out: Path, configs: tuple[str, ...]
+) -> None:
+    """Read the shapes of manifests without a workflow, e.g. as costs for `dflop.balance_trainer`."""
+    import json
+    import tempfile
+
+    from dflop.shapes import list_sources
+
+    root = {} if media_root is None else {"media_root": str(media_root.resolve())}
+    given = {
+        "data": {"sources": [{"path": str(path.resolve())} | root for path in manifests], "duplicate_ids": "keep"},
+        "model": {"family": _family_of(model), "path": str(model.resolve())},
+    }
+    configs = (json.dumps(given), *configs)
+    config = load_for("profile-shapes", configs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        for source in list_sources(config.data):
+            for shard in _shards(config, source, look_again=True):
+                _profile(config, source, shard, Path(folder) / f"{shard.name}.parquet")
+        merge_shapes.callback(configs, Path(folder), out, None)
+
+
+def _family_of(model: Path) -> str:
+    """The family by the `model_type` in a model's `config.json`, which may name a whole that the family is a part of."""
+    import json
+
+    from dflop.models import family_names
+
+    path = model / "config.json"
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is no model's config with a `model_type`; give --model a model's folder") from None
+    return next((name for name in family_names() if f"{name}_".startswith(f"{kind}_")), kind)
 
 
 def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
-"""How evenly batch samplers load the ranks on real lengths, and what a step of the balanced one costs.
+"""How evenly batch samplers load the ranks on real lengths, and what a step of ours costs.
 
-    python tests/benchmarks/sampler.py [--shapes FOLDER] [--steps 50]
+    python tests/benchmarks/sampler.py [--shapes FOLDER] [--steps 30]
 
 FOLDER holds tables (CSV) with the columns `text_tokens_qwen25` and `ov_visual_tokens`, whose sum is a sample's length;
 without it only the time is measured, on drawn lengths. Compared are torch's DistributedSampler, the two samplers of the
-Hugging Face Trainer that look at lengths (`group_by_length`, and `batch_rebalance`, which levels a quadratic cost of
-padded batches instead) and BalancedBatchSampler in all its ways. A table is printed and
-`results/benchmarks/sampler.json` written.
+Hugging Face Trainer that look at lengths (`group_by_length`, and `batch_rebalance` with its own quadratic cost and with
+a linear one) and BalancedBatchSampler. A batch costs its lengths' sum, or, padded, its longest times their number.
+A table is printed and `results/benchmarks/sampler.json` written.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import polars as pl
@@ -26,17 +27,18 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from dflop import BalancedBatchSampler
-from dflop.balance import balanced_cells
+from dflop.balance.replicas import Sync
+from dflop.balance.unequal import unequal_cells
 
 # Ranks, batch size and accumulation steps; samples and cells.
-LAYOUTS = [(16, 8, 1), (16, 2, 4), (8, 1, 8)]
+LAYOUTS = [(ranks, size, steps) for ranks in (16, 64) for size, steps in ((8, 1), (4, 2), (2, 4))]
 TIMED = [(128, 16), (512, 64), (8192, 1024)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, help="a folder of tables of real shapes")
-    parser.add_argument("--steps", type=int, default=50, help="the most steps of an epoch that are looked at")
+    parser.add_argument("--steps", type=int, default=30, help="the most steps of an epoch that are looked at")
     arguments = parser.parse_args()
     lengths = read_lengths(arguments.shapes) if arguments.shapes else None
     figures = {
@@ -64,57 +66,48 @@ def read_lengths(folder: Path) -> np.ndarray:
     tables = [pl.read_csv(path, columns=columns).sum_horizontal() for path in sorted(folder.glob("*.csv"))]
     if not tables:
         sys.exit(f"no .csv in {folder}")
-    return np.concatenate([table.to_numpy() for table in tables]).astype(np.int64)
+    # Tables are of one kind of sample each, and a run mixes them.
+    return np.random.default_rng(0).permutation(np.concatenate([table.to_numpy() for table in tables]).astype(np.int64))
 
 
 def measure_imbalance(lengths: np.ndarray, num_steps: int) -> list[dict]:
     rows = []
     for num_replicas, batch_size, accumulation in LAYOUTS:
-        most = num_steps * accumulation
-        samplers = {
-            "torch": torch_batches,
-            "hf group_by_length": grouped_batches,
-            "hf batch_rebalance": rebalanced_batches,
-        }
-        for padded, sync in product((False, True), ("microbatch", "step")):
-            name = f"{'padded' if padded else 'added up'}, {sync}"
-            samplers[name] = partial(balanced_batches, padded=padded, sync=sync)
-        torch_cost = None
-        for name, make in samplers.items():
-            batches = make(lengths, num_replicas, batch_size, accumulation, most)
-            row = {"ranks": num_replicas, "batch_size": batch_size, "accumulation": accumulation, "sampler": name}
-            row |= imbalance(lengths, batches, accumulation)
-            torch_cost = torch_cost or {key: cost for key, cost in row.items() if key.endswith("_cost")}
-            row |= {f"{key}_to_torch": row[key] / cost for key, cost in torch_cost.items()}
-            rows.append(row)
+        layout = (lengths, num_replicas, batch_size, accumulation, num_steps * accumulation)
+        theirs = {name: make(*layout) for name, make in THEIRS.items()}
+        rows += [row_of(layout, theirs, padded, sync) for padded, sync in product((False, True), get_args(Sync))]
     return rows
 
 
-def imbalance(lengths: np.ndarray, batches: list[list[list[int]]], accumulation: int) -> dict[str, float]:
-    """Of `batches[rank][number]`: largest rank over mean rank, a mean over steps; and a sample's cost with waiting.
+def row_of(layout: tuple, theirs: dict[str, list], padded: bool, sync: str) -> dict:
+    lengths, num_replicas, batch_size, accumulation, _ = layout
+    batches = theirs | {
+        name: balanced_batches(*layout, padded=padded, sync=sync, equal_sizes=equal_sizes)
+        for name, equal_sizes in (("ours, equal sizes", True), ("ours", False))
+    }
+    costs = {name: cost(lengths, some, accumulation, padded, sync) for name, some in batches.items()}
+    row = {
+        "ranks": num_replicas,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "padded": padded,
+        "sync": sync,
+    }
+    return row | {name: value / costs["torch"] for name, value in costs.items()}
 
-    Both where ranks wait for each other in each microbatch, and where they do once a step.
-    """
+
+def cost(lengths: np.ndarray, batches: list[list[list[int]]], accumulation: int, padded: bool, sync: str) -> float:
+    """Of `batches[rank][number]`: the cost of a sample with all waiting, in tokens of a rank's time."""
     num_batches = len(batches[0]) // accumulation * accumulation
-    found = {}
-    for kind in ("sum", "padded"):
-        loads = np.array(
-            [
-                [
-                    lengths[batch].sum() if kind == "sum" else lengths[batch].max() * len(batch)
-                    for batch in own[:num_batches]
-                ]
-                for own in batches
-            ],
-            dtype=np.float64,
-        ).reshape(len(batches), -1, accumulation)
-        mean = loads.sum(axis=2).mean(axis=0)
-        num_samples = sum(len(batch) for own in batches for batch in own[:num_batches])
-        waited = {"microbatch": loads.max(axis=0).sum(axis=1), "step": loads.sum(axis=2).max(axis=0)}
-        for sync, cost in waited.items():
-            found[f"{kind}_{sync}"] = float((cost / mean).mean())
-            found[f"{kind}_{sync}_cost"] = float(cost.sum() / num_samples)
-    return found
+    loads = np.array(
+        [
+            [len(batch) * lengths[batch].max() if padded else lengths[batch].sum() for batch in own[:num_batches]]
+            for own in batches
+        ],
+        dtype=np.float64,
+    ).reshape(len(batches), -1, accumulation)
+    waited = loads.max(axis=0).sum() if sync == "microbatch" else loads.sum(axis=2).max(axis=0).sum()
+    return float(waited / sum(len(batch) for own in batches for batch in own[:num_batches]))
 
 
 def torch_batches(lengths, num_replicas, batch_size, accumulation, most):
@@ -131,33 +124,45 @@ def grouped_batches(lengths, num_replicas, batch_size, accumulation, most):
     return [batches[rank:whole:num_replicas] for rank in range(num_replicas)]
 
 
-def rebalanced_batches(lengths, num_replicas, batch_size, accumulation, most):
-    size = num_replicas * batch_size * accumulation
-    options = {"effective_batch_size": size, "dp_size": num_replicas, "grad_accum": accumulation, "seed": 0}
-    samplers = [BatchRebalanceSampler(lengths.tolist(), rank=rank, **options) for rank in range(num_replicas)]
-    return [list(islice(sampler, most)) for sampler in samplers]
+def rebalanced_batches(lengths, num_replicas, batch_size, accumulation, most, quadratic=None):
+    """Each rank works out the batches of all; here one does, and hands them to the others."""
+    sampler = BatchRebalanceSampler(
+        lengths.tolist(), num_replicas * batch_size * accumulation, num_replicas, accumulation
+    )
+    if quadratic is not None:
+        sampler.QUADRATIC_COST_COEF = quadratic
+    steps = []
+    sampler._yield_global_batch = lambda indices: [steps.append(sampler._assign(indices, lengths[indices].tolist()))]
+    all(zip(sampler, range(most // accumulation), strict=False))
+    return [[batch for step in steps for batch in step[rank]] for rank in range(num_replicas)]
 
 
-def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, padded, sync):
-    options = {"num_accumulation_steps": accumulation, "drop_last": True, "padded": padded, "sync": sync}
+def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, **options):
+    options |= {"num_accumulation_steps": accumulation, "drop_last": True}
     samplers = [
         BalancedBatchSampler(lengths, batch_size, num_replicas, rank, **options) for rank in range(num_replicas)
     ]
     return [list(islice(sampler, most)) for sampler in samplers]
 
 
+THEIRS = {
+    "torch": torch_batches,
+    "group_by_length": grouped_batches,
+    "batch_rebalance": rebalanced_batches,
+    "its linear cost": partial(rebalanced_batches, quadratic=0.0),
+}
+
+
 def print_imbalance(rows: list[dict]) -> None:
-    print(
-        "Cost of a sample with all waiting, torch = 1, and in brackets the largest rank over the mean one. Lengths are"
-    )
-    print("added up, or batches padded to their longest; ranks wait in each microbatch (FSDP) or once a step (DDP with")
-    print("no_sync). A balanced sampler is meant for the column of its name.\n")
-    columns = {f"{kind}_{sync}": f"{kind}, {sync}" for kind in ("sum", "padded") for sync in ("microbatch", "step")}
-    print(f"{'ranks x size x accum':>20}  {'sampler':<22}" + "".join(f"{title:>20}" for title in columns.values()))
+    print("Cost of a sample with all waiting, torch's random batches = 1.\n")
+    names = [*THEIRS, "ours, equal sizes", "ours"]
+    print(f"| ranks x size x accumulation | batches | ranks wait | {' | '.join(names)} |")
+    print("|---|---|---|" + "---|" * len(names))
     for row in rows:
         layout = f"{row['ranks']} x {row['batch_size']} x {row['accumulation']}"
-        cells = [f"{row[f'{key}_cost_to_torch']:.2f} ({row[key]:.3f})" for key in columns]
-        print(f"{layout:>20}  {row['sampler']:<22}" + "".join(f"{cell:>20}" for cell in cells))
+        waits = "each microbatch" if row["sync"] == "microbatch" else "once a step"
+        cells = " | ".join(f"{row[name]:.3f}" for name in names)
+        print(f"| {layout} | {'padded' if row['padded'] else 'add up'} | {waits} | {cells} |")
     print()
 
 
@@ -169,7 +174,7 @@ def measure_time(lengths: np.ndarray) -> list[dict]:
         for _ in range(11):
             costs = draw.choice(lengths, num_samples)[:, None]
             begin = time.thread_time()
-            balanced_cells(costs, num_cells, num_samples // num_cells)
+            unequal_cells(costs, num_cells, num_samples // num_cells, padded=True)
             seconds.append(time.thread_time() - begin)
         rows.append({"num_samples": num_samples, "num_cells": num_cells, "ms": 1e3 * float(np.median(seconds[1:]))})
     return rows

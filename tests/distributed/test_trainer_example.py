@@ -1,8 +1,7 @@
-"""The Trainer of the sampler's page, run as it stands there by two processes that average their gradients over gloo."""
+"""Batches of our sampler in the trainers of others: two processes that average their gradients over gloo."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,21 +9,25 @@ from pathlib import Path
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler
 
-pytestmark = pytest.mark.serial
+from dflop.shapes import ChatTokenizer
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/sampler.md"
+pytestmark = pytest.mark.serial
 
 NUM_RANKS, NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, EPOCHS = 2, 45, 2, 2, 2
 
-# Each rank notes the samples of every batch that its model computes.
-SCRIPT = """
+# Sample i is token i + 1, so that a batch tells which samples it holds. Each rank notes the batches it computes.
+SCRIPT = f"""
 import json, os, sys
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-folder, resume = sys.argv[1], sys.argv[2] == "resume"
-costs = [3 + (7 * index) % 23 for index in range({num_samples})]
-data = [{{"input_ids": [index + 1] * length}} for index, length in enumerate(costs)]
+from dflop import BalancedBatchSampler, balance_trainer
+
+folder = sys.argv[1]
+lengths = [3 + (7 * index) % 23 for index in range({NUM_SAMPLES})]
+data = [{{"input_ids": [index + 1] * length}} for index, length in enumerate(lengths)]
+noted, BATCH_SIZE, ACCUMULATION, EPOCHS = [], {BATCH_SIZE}, {ACCUMULATION}, {EPOCHS}
 
 
 def collate(samples):
@@ -33,50 +36,140 @@ def collate(samples):
     return {{"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100), "attention_mask": (ids > 0).long()}}
 
 
-class NotedTrainer(BalancedTrainer):
+def note(step, inputs):
+    noted.append([step, [int(index) - 1 for index in inputs["input_ids"][:, 0]]])
+
+
+def keep(name):
+    with open(f"{{folder}}/{{name}}{{os.environ['RANK']}}.json", "w") as file:
+        json.dump(noted, file)
+    noted.clear()
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ))
+
+
+ARGUMENTS = dict(
+    output_dir=folder, use_cpu=True, per_device_train_batch_size=BATCH_SIZE, gradient_accumulation_steps=ACCUMULATION,
+    num_train_epochs=EPOCHS, save_steps=8, save_strategy="steps", report_to=[], disable_tqdm=True, seed=5,
+    dataloader_num_workers=1,
+)
+"""
+
+RUNS = {
+    "transformers": """
+class NotedTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
-        batch = [int(index) - 1 for index in inputs["input_ids"][:, 0]]
-        noted.append([self.state.global_step, batch, int(num_items_in_batch)])
+        note(self.state.global_step, inputs)
+        tokens.add((self.state.global_step, int(num_items_in_batch)))
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-noted = []
-torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, max_position_embeddings=64,
+tokens = set()
+trainer = NotedTrainer(tiny_model(), TrainingArguments(**ARGUMENTS), train_dataset=data, data_collator=collate)
+balance_trainer(trainer).train(resume_from_checkpoint=RESUMED)
+assert len(dict(tokens)) == len(tokens), "the loss of a step is divided by different numbers of tokens"
+""",
+    "trl": """
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+class NotedTrainer(SFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        note(self.state.global_step, inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+from transformers import AutoTokenizer
+
+trainer = NotedTrainer(
+    tiny_model(), SFTConfig(**ARGUMENTS, gradient_checkpointing=False, bf16=False, eos_token=None),
+    train_dataset=Dataset.from_list(data), processing_class=AutoTokenizer.from_pretrained(f"{folder}/tokenizer"),
 )
-arguments = TrainingArguments(
-    folder, use_cpu=True, per_device_train_batch_size={batch_size}, gradient_accumulation_steps={accumulation},
-    num_train_epochs={epochs}, max_steps=-1, save_steps=8, save_strategy="steps", report_to=[], disable_tqdm=True,
-    seed=5, dataloader_num_workers=1,
+balance_trainer(trainer).train()
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+sampler = BalancedBatchSampler(
+    lengths, BATCH_SIZE, padded=True, equal_sizes=False, num_accumulation_steps=ACCUMULATION, sync="step", seed=5
 )
-trainer = NotedTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, data_collator=collate, costs=costs)
-trainer.train(resume_from_checkpoint=f"{{folder}}/checkpoint-8" if resume else None)
-with open(f"{{folder}}/rank{{arguments.process_index}}.json", "w") as file:
-    json.dump({{"noted": noted, "steps": trainer.state.global_step, "padded": trainer.padded}}, file)
-"""
+loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate)
+loader = prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True)
+model = accelerator.prepare(tiny_model())
+optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+step = 0
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            note(step, batch)
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        step += accelerator.sync_gradients
+""",
+    "lightning": """
+import lightning
 
 
-def example() -> str:
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "Trainer" in block]
-    return code
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = tiny_model()
+
+    def training_step(self, batch):
+        note(self.global_step, batch)
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
 
 
-def train(folder: Path, resume: bool = False) -> list[dict]:
-    """Run the example; what each rank noted."""
+sampler = BalancedBatchSampler(
+    lengths, BATCH_SIZE, 2, int(os.environ["RANK"]), padded=True, equal_sizes=False,
+    num_accumulation_steps=ACCUMULATION, sync="step", seed=5,
+)
+trainer = lightning.Trainer(
+    accelerator="cpu", strategy="ddp", devices=2, max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATION,
+    use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    default_root_dir=folder,
+)
+trainer.fit(Module(), DataLoader(data, batch_sampler=sampler, collate_fn=collate))
+""",
+}
+
+
+def train(folder: Path, **codes: str) -> list[list[list[int]]]:
+    """Run trainers, one after the other in the same two processes; of each, the samples of each step."""
     script = folder / "train.py"
-    sizes = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "accumulation": ACCUMULATION, "epochs": EPOCHS}
-    script.write_text(example() + SCRIPT.format(**sizes))
+    script.write_text(SCRIPT + "".join(f"{code}\nkeep({name!r})\n" for name, code in codes.items()))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(folder), "resume" if resume else "begin"],
+        [sys.executable, *launcher, str(script), str(folder)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [steps_of(folder, name) for name in codes]
+
+
+def steps_of(folder: Path, name: str) -> list[list[int]]:
+    ranks = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    assert len({len(batch) for noted in ranks for _, batch in noted}) > 1, "all batches have the same size"
+    return [
+        sorted(sample for noted in ranks for step, batch in noted if step == number for sample in batch)
+        for number in range(max(step for noted in ranks for step, _ in noted) + 1)
+    ]
 
 
 def torch_steps() -> list[list[int]]:
@@ -93,23 +186,17 @@ def torch_steps() -> list[list[int]]:
     return found
 
 
-def noted_steps(ranks: list[dict], first: int, last: int) -> list[list[int]]:
-    return [
-        sorted(sample for rank in ranks for step, batch, _ in rank["noted"] if step == number for sample in batch)
-        for number in range(first, last)
-    ]
-
-
-def test_the_example_trains_on_the_samples_of_torch_and_resumes_in_the_second_epoch(tmp_path):
+def test_the_trainer_trains_on_the_samples_of_torch_and_resumes_in_the_second_epoch(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate (pip install '.[dev]')")
-    ranks = train(tmp_path)
     expected = torch_steps()
-    assert [rank["steps"] for rank in ranks] == [len(expected)] * NUM_RANKS
-    assert all(rank["padded"] is True for rank in ranks), "the collator pads, and the trainer finds out"
-    assert noted_steps(ranks, 0, len(expected)) == expected
-    for number in range(len(expected)):
-        counts = {count for rank in ranks for step, _, count in rank["noted"] if step == number}
-        assert len(counts) == 1, "ranks divide their loss by different numbers of tokens"
-    resumed = train(tmp_path, resume=True)
-    assert noted_steps(resumed, 0, 8) == [[]] * 8
-    assert noted_steps(resumed, 8, len(expected)) == expected[8:]
+    begun = RUNS["transformers"].replace("RESUMED", "None")
+    resumed = RUNS["transformers"].replace("RESUMED", 'f"{folder}/checkpoint-8"')
+    assert train(tmp_path, begun=begun, resumed=resumed) == [expected, [[]] * 8 + expected[8:]]
+
+
+def test_trl_accelerate_and_lightning_train_on_the_samples_of_torch(tmp_path):
+    others = ("trl", "accelerate", "lightning")
+    for name in others:
+        pytest.importorskip(name, reason=f"needs {name} (pip install '.[dev]')")
+    ChatTokenizer(None).save(tmp_path / "tokenizer", ())
+    assert train(tmp_path, **{name: RUNS[name] for name in others}) == [torch_steps()] * len(others)

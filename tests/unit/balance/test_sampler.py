@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from itertools import permutations
+from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from dflop import BalancedBatchSampler
 from dflop.balance import balanced_cells
 from dflop.balance.replicas import ByteLimit, DoesNotFit, cell_loads, unbalanced_cells, waiting_loads
+from dflop.balance.unequal import unequal_cells
 from dflop.base import UserError
 
 
@@ -63,16 +64,17 @@ layouts = st.fixed_dictionaries(
         "num_columns": st.integers(1, 3),
         "padded": st.booleans(),
         "sync": st.sampled_from(["microbatch", "step"]),
+        "equal_sizes": st.booleans(),
     }
 ).map(lambda drawn: drawn | {"num_columns": 1 if drawn["padded"] else drawn["num_columns"]})
 
 
 @given(layouts)
-def test_every_step_holds_the_samples_that_torch_would_give_it_in_batches_of_the_same_sizes(layout):
+def test_every_step_holds_the_samples_that_torch_would_give_it_in_as_many_batches(layout):
     num_samples, batch_size, num_replicas = layout["num_samples"], layout["batch_size"], layout["num_replicas"]
     order = {name: layout[name] for name in ("seed", "drop_last", "shuffle")}
     theirs = torch_ranks(num_samples, batch_size, num_replicas, epoch=layout["epoch"], **order)
-    division = {name: layout[name] for name in ("num_accumulation_steps", "padded", "sync")}
+    division = {name: layout[name] for name in ("num_accumulation_steps", "padded", "sync", "equal_sizes")}
     costs = drawn_costs(num_samples, layout["num_columns"])
     if not theirs[0]:
         with pytest.raises(UserError, match="do not fill one batch"):
@@ -82,7 +84,9 @@ def test_every_step_holds_the_samples_that_torch_would_give_it_in_batches_of_the
     for sampler in samplers:
         sampler.set_epoch(layout["epoch"])
     ours = [list(sampler) for sampler in samplers]
-    assert [list(map(len, batches)) for batches in ours] == [list(map(len, batches)) for batches in theirs]
+    assert all(batch for batches in ours for batch in batches)
+    if layout["equal_sizes"]:
+        assert [list(map(len, batches)) for batches in ours] == [list(map(len, batches)) for batches in theirs]
     assert [len(sampler) for sampler in samplers] == [len(batches) for batches in theirs]
     assert steps(ours, layout["num_accumulation_steps"]) == steps(theirs, layout["num_accumulation_steps"])
     if not layout["drop_last"] and num_samples % num_replicas == 0:
@@ -116,6 +120,7 @@ def test_ranks_never_wait_longer_than_with_torch(layout):
     costs = drawn_costs(num_samples, layout["num_columns"], layout["seed"])
     accumulation, sync = layout["num_accumulation_steps"], layout["sync"]
     options = {"num_accumulation_steps": accumulation, "padded": padded, "sync": sync}
+    options["equal_sizes"] = layout["equal_sizes"]
     samplers = ranks(costs, batch_size, num_replicas, **options)
     ours, theirs = [list(sampler) for sampler in samplers], torch_ranks(num_samples, batch_size, num_replicas)
     for start in range(0, len(ours[0]), accumulation):
@@ -155,6 +160,47 @@ def test_ranks_that_wait_once_a_step_are_as_fast_as_can_be(padded, seed):
     cell = balanced_cells(costs[:, None], 2, 2, padded=padded, sync="step")
     found = waiting_loads(cell_loads(costs[:, None], cell, 2, padded=padded), "step")
     assert found <= 1.02 * best_step(costs, padded)
+
+
+@given(st.lists(st.integers(1, 40), min_size=4, max_size=9), st.integers(2, 4))
+def test_padded_batches_of_any_sizes_are_the_best_there_are(lengths, num_replicas):
+    """Against every way to cut the lengths, longest first: no other batches have a smaller largest one."""
+    lengths = sorted(lengths, reverse=True)[: len(lengths) // num_replicas * num_replicas]
+    cell = unequal_cells(np.array(lengths)[:, None], num_replicas, len(lengths) // num_replicas, padded=True)
+    found = cell_loads(np.array(lengths)[:, None], cell, num_replicas, padded=True).max()
+    best = min(
+        max((end - begin) * lengths[begin] for begin, end in pairwise((0, *cuts, len(lengths))))
+        for cuts in combinations(range(1, len(lengths)), num_replicas - 1)
+    )
+    assert found <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("padded", "sync"), [*product([False, True], ["microbatch", "step"])])
+def test_batches_of_any_sizes_are_evener_than_equal_ones_where_lengths_differ_much(padded, sync):
+    costs = np.random.default_rng(2).lognormal(6, 1.2, (16 * 4 * 2, 1))
+    needed = [
+        waiting_loads(cell_loads(costs, cells(costs, 16, 4, padded=padded, sync=sync), 16, padded=padded), sync)
+        for cells in (unequal_cells, balanced_cells)
+    ]
+    assert needed[0] <= (0.85 if padded else 1.0) * needed[1]
+
+
+def test_a_padded_batch_of_few_samples_keeps_a_limit_of_bytes_that_equal_batches_exceed():
+    held = np.array([8] + [1] * 15)
+    options = {"padded": True, "sample_bytes": held, "max_batch_bytes": 8}
+    ours = [list(sampler) for sampler in ranks(held, 4, 4, equal_sizes=False, **options)]
+    assert max(len(batch) * held[batch].max() for batches in ours for batch in batches) <= 8
+    assert samples_of(ours) == list(range(16))
+    with pytest.raises(UserError, match=r"sample 0 has 8 bytes, 4 times that .* or equal_sizes=False"):
+        sampler_of(held, 4, 4, 0, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_batches_that_no_sizes_can_keep_within_the_limit_are_told(padded):
+    held = np.full(8, 5)
+    sampler = sampler_of(held, 2, 2, 0, padded=padded, equal_sizes=False, sample_bytes=held, max_batch_bytes=9)
+    with pytest.raises(UserError, match=r"no way was found .* step 0"):
+        list(sampler)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -1,0 +1,192 @@
+"""Balanced batches for the Hugging Face Trainer and those derived from it (TRL's), and costs to balance by.
+
+Only what the trainer's own methods import is needed beside torch; `shapes.duckdb` needs duckdb.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from dflop.balance.collators import pads_batches
+from dflop.balance.sampler import BalancedBatchSampler
+from dflop.base import UserError
+
+__all__ = ["balance_trainer", "sample_costs"]
+
+logger = logging.getLogger(__name__)
+
+
+def balance_trainer(
+    trainer: Any,
+    costs: Any = None,
+    *,
+    padded: bool | None = None,
+    equal_sizes: bool = False,
+    sample_bytes: Any = None,
+    max_batch_bytes: int | None = None,
+) -> Any:
+    """Make a trainer deal the samples of every step evenly to its ranks; returns the trainer.
+
+        trainer = balance_trainer(Trainer(model, args, train_dataset=dataset, data_collator=collator))
+        trainer.train()
+
+    Steps hold the samples that the Trainer would give them without, by its seed; see `BalancedBatchSampler`, to which
+    the arguments are handed. Ranks wait in each microbatch under FSDP and DeepSpeed, else once a step.
+
+    Args:
+        trainer: a `transformers.Trainer` or one derived from it, such as TRL's `SFTTrainer`, not yet trained.
+        costs: of each sample, in dataset order, as `BalancedBatchSampler` takes them; or the path of a
+            `shapes.duckdb` (`dflop shapes`). By default lengths are read from the dataset (its column
+            `args.length_column_name`, else its `input_ids`), and attention is added for this model (`sample_costs`).
+        padded: whether the collator pads; by default two samples are collated to see it.
+        equal_sizes: whether all batches hold the same number of samples. The Trainer divides the loss by the tokens
+            of the whole step, where the model's loss takes `num_items_in_batch`, so unequal batches weigh no token
+            more than others; with another loss, ask for equal ones.
+
+    Raises:
+        UserError: the dataset tells no lengths, or there are not as many costs as samples.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    if not hasattr(dataset, "__len__"):
+        raise UserError("the trainer's train_dataset must have a length; a stream of samples cannot be dealt evenly")
+    if padded is None:
+        padded = pads_batches(trainer.data_collator, dataset)
+    if costs is None:
+        costs = _with_attention(_lengths(dataset, args.length_column_name), trainer.model)
+    elif isinstance(costs, str | Path):
+        costs = sample_costs(costs, trainer.model)
+        costs = costs[:, -1:] if padded else costs  # what is padded is the LLM's sequence
+    if len(costs) != len(dataset):
+        raise UserError(
+            f"there are {len(costs)} costs for {len(dataset)} samples of the train_dataset; give one for each"
+        )
+    waits = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
+
+    def get_train_dataloader() -> DataLoader:
+        sampler = BalancedBatchSampler(
+            costs,
+            args.train_batch_size,
+            num_replicas=args.world_size,
+            rank=args.process_index,
+            num_accumulation_steps=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=args.dataloader_drop_last,
+            padded=padded,
+            sync="microbatch" if waits else "step",
+            equal_sizes=equal_sizes,
+            sample_bytes=sample_bytes,
+            max_batch_bytes=max_batch_bytes,
+        )
+        data, collator = _with_the_models_columns(trainer)
+        loader = DataLoader(
+            data,
+            batch_sampler=sampler,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(_seed_worker, rank=args.process_index),
+        )
+        loader.set_epoch = sampler.set_epoch  # the Trainer calls it at the start of every epoch
+        return loader  # as it is: accelerator.prepare would shard the batches a second time
+
+    trainer.get_train_dataloader = get_train_dataloader
+    return trainer
+
+
+def sample_costs(shapes: str | Path, model: Any = None) -> np.ndarray:
+    """Costs of a dataset's records in each module, float64 `[num_records, num_modules]`, from a `shapes.duckdb`.
+
+    Columns: items of the encoders that the dataset uses, vision before audio, then the LLM's tokens n, with `model` (a
+    transformers model) as `n + n * n / c` for the attention: c tokens attend as long as their layers' matrices take
+    (65,000 tokens for a layer of Qwen2-7B, half of it counted for a causal mask). Rows are the records of the
+    manifests in the order in which `data.sources` or `dflop shapes` name them. A record that was rejected has the mean
+    of the others, with a warning.
+
+    Raises:
+        UserError: the file is no shapes.duckdb, or holds no sample.
+    """
+    import polars as pl
+
+    from dflop.store import read_table
+
+    path = Path(shapes)
+    samples = read_table(path, "samples", made_by="merge-shapes")
+    rejects = read_table(path, "rejects", made_by="merge-shapes")
+    sources = read_table(path, "sources", made_by="merge-shapes")
+    if not len(samples):
+        raise UserError(f"{path} holds no sample")
+    columns = [name for name in ("num_items", "num_audio_windows") if samples[name].sum()] + ["llm_tokens"]
+    place = pl.DataFrame({"source": sources["name"], "place": range(len(sources))})
+    rows = pl.concat(
+        [samples.select("source", "row", *columns), rejects.select("source", "row")], how="diagonal_relaxed"
+    )
+    rows = rows.join(place, on="source").sort("place", "row")
+    costs = rows.select(pl.col(columns).cast(pl.Float64).fill_null(pl.col(columns).mean())).to_numpy().copy()
+    if model is not None:
+        costs[:, -1] = _with_attention(costs[:, -1], model)
+    if len(rejects):
+        logger.warning(
+            "%s: %d of %d records were rejected when they were profiled; each counts as the mean of the others",
+            path,
+            len(rejects),
+            len(rows),
+        )
+    return costs
+
+
+def _with_attention(lengths: np.ndarray, model: Any) -> np.ndarray:
+    """`n + n * n / c` for sequences of `n` tokens in this model's decoder."""
+    config = model.config.get_text_config()
+    layers = [
+        module
+        for module in model.modules()
+        if type(module).__name__ == "ModuleList"
+        and len(module) == config.num_hidden_layers
+        and any(hasattr(layer, "self_attn") for layer in module)
+    ]
+    if not layers:
+        return lengths.astype(np.float64)
+    parameters = sum(parameter.numel() for parameter in max(layers, key=_size).parameters()) / config.num_hidden_layers
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # A token's matrices take 2 * parameters FLOPs, its attention 2 * 2 * n / 2 * width under a causal mask.
+    return lengths + lengths.astype(np.float64) ** 2 * config.num_attention_heads * head_size / parameters
+
+
+def _size(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _lengths(dataset: Any, column: str) -> np.ndarray:
+    names = getattr(dataset, "column_names", None) or []
+    if column in names:
+        return np.asarray(dataset[column])
+    first = dataset[0]
+    if not (isinstance(first, Mapping) and "input_ids" in first):
+        raise UserError(
+            f"the train_dataset has neither a column {column!r} nor `input_ids`, so its samples tell no length; give "
+            "costs, e.g. costs=[…] or costs='shapes.duckdb' (`dflop shapes MANIFEST --model DIR` makes it)"
+        )
+    return np.array([len(ids) for ids in (dataset["input_ids"] if names else (row["input_ids"] for row in dataset))])
+
+
+def _with_the_models_columns(trainer: Any) -> tuple[Any, Any]:
+    """The dataset and the collator without columns that the model does not take, as the Trainer does it."""
+    dataset, collator = trainer.train_dataset, trainer.data_collator
+    if hasattr(dataset, "column_names"):
+        return trainer._remove_unused_columns(dataset, description="training"), collator
+    return dataset, trainer._get_collator_with_removed_columns(collator, description="training")
+
+
+def _seed_worker(worker: int, rank: int) -> None:
+    """Other random numbers in the loaders of each rank; the Trainer seeds all ranks alike."""
+    from torch import initial_seed
+    from transformers import set_seed
+
+    set_seed((initial_seed() + rank * 1_000_003) % 2**32)
