@@ -104,7 +104,7 @@ def shapes_command(
 
 
 def _family_of(model: Path) -> str:
-    """The family by the `model_type` in a model's `config.json`, which may name a whole that the family is a part of."""
+    """The family by the `model_type` in a model's `config.json`, of which the family may be a part."""
     import json
 
     from dflop.models import family_names

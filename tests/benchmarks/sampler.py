@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from dflop import BalancedBatchSampler
-from dflop.balance.replicas import Sync
+from dflop.balance.replicas import Sync, balanced_cells
 from dflop.balance.unequal import unequal_cells
 
 # Ranks, batch size and accumulation steps; samples and cells.
@@ -137,12 +137,19 @@ def rebalanced_batches(lengths, num_replicas, batch_size, accumulation, most, qu
     return [[batch for step in steps for batch in step[rank]] for rank in range(num_replicas)]
 
 
-def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, **options):
-    options |= {"num_accumulation_steps": accumulation, "drop_last": True}
-    samplers = [
-        BalancedBatchSampler(lengths, batch_size, num_replicas, rank, **options) for rank in range(num_replicas)
-    ]
-    return [list(islice(sampler, most)) for sampler in samplers]
+def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, *, equal_sizes, **options):
+    """Each rank works out the batches of all; here one does, and hands them to the others."""
+    sampler = BalancedBatchSampler(
+        lengths, batch_size, num_replicas, 0, num_accumulation_steps=accumulation, drop_last=True, **options
+    )
+    order, cells_of = sampler._order(), balanced_cells if equal_sizes else unequal_cells
+    batches = [[] for _ in range(num_replicas)]
+    for step in range(min(most, len(sampler)) // accumulation):
+        samples = sampler._samples_of(step, order)
+        cell = cells_of(lengths[samples][:, None], num_replicas, batch_size, **options)
+        for number in range(num_replicas * accumulation):
+            batches[number % num_replicas].append(samples[cell == number])
+    return batches
 
 
 THEIRS = {
