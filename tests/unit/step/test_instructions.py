@@ -28,7 +28,7 @@ from dflop.step import (
 )
 from dflop.step.compiled import AHEAD
 
-properties = settings(max_examples=400)
+properties = settings(max_examples=120)
 
 
 @properties

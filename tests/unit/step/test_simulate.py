@@ -202,7 +202,7 @@ def cases(draw):
     return plan, frozen, slots, times
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(cases())
 def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(case):
     plan, frozen, slots, times = case

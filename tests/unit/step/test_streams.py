@@ -30,7 +30,7 @@ def drawn_messages(program, seed: int, share: float):
     return has_message
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(
     order=orders(),
     num_queues=st.sampled_from(QUEUES),
