@@ -19,7 +19,7 @@ from dflop.checks.of_plan import MadeUpLoad
 from dflop.checks.of_plan.memory import check_rank
 from dflop.cli import cli
 from dflop.config import Config, ModelConfig, load_config
-from dflop.costs import CostModel, fit_costs
+from dflop.costs import CostModel, analytic, fit_costs
 from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
 from dflop.plan import Grid, Plan
@@ -58,6 +58,15 @@ PLANS = {
         checkpointing=True,
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_points():
+    """Of 48 loads of a head, which takes longest to count, nine: these models keep bytes in proportion to loads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(analytic, "_NUM_TOKENS", (64, 1_024, 16_384))
+        patch.setattr(analytic, "_TEXT_FORMS", ((16_384, 0.5), (2_048, 0.05), (256, 0.1)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +120,17 @@ def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
         Plan(
             placement="disjoint",
             grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, pp=2, rank_offset=2)),
-            num_microbatches=8,
+            num_microbatches=4,
         ),
         Plan(
             placement="colocated",
             grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, pp=2)),
-            num_microbatches=8,
+            num_microbatches=4,
         ),
         Plan(
             placement="bubble_filled",
             grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, pp=2)),
-            num_microbatches=8,
+            num_microbatches=4,
             schedule="interleaved_1f1b",
             num_chunks=2,
         ),
@@ -132,7 +141,7 @@ def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file)
     config, costs = load_config(CONFIG), CostModel.load(costs_file)
     gpus = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device="cuda", memory_gib=72.0))
     load = MadeUpLoad(num_pictures=12, picture_side=168, text_tokens=200)
-    for rank in range(0, plan.world_size, 2):
+    for rank in (0, plan.world_size - 2):
         on_cpus, on_gpus = (check_rank(own, plan, costs, load, rank) for own in (config, gpus))
         assert on_gpus.tracked["activations"] > on_cpus.tracked["activations"]
         if rank >= plan.grid("llm").rank_offset:
@@ -149,7 +158,7 @@ def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path)
     config = load_config(CONFIG | {"model": {"freeze": ["llm"]}})
     costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), trained=TrainedSet(("llm",))))
     grid = PLANS[name].grid("llm")
-    for rank in range(grid.rank_offset, grid.rank_offset + grid.num_ranks):
+    for rank in (grid.rank_offset, grid.rank_offset + grid.num_ranks - 1):
         checked = check_rank(config, PLANS[name], costs, LOAD, rank)
         assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
 
