@@ -182,7 +182,7 @@ def repeated(value: object, times: int) -> pa.Array:
     [
         (lambda: repeated("a" * 40_000_000, 200), {}),
         (lambda: repeated(b"a" * 40_000_000, 200), {}),
-        (lambda: pa.ListArray.from_arrays(pa.array([0, 500], pa.int32()), repeated("a" * 10_000_000, 500)), {}),
+        (lambda: pa.ListArray.from_arrays(pa.array([0, 200], pa.int32()), repeated("a" * 10_000_000, 200)), {}),
         (lambda: pa.array(["a" * 60_000_000] * 20), {"use_dictionary": False, "data_page_size": 2_000_000_000}),
         (lambda: pa.nulls(1_000_000, pa.int32()), {}),
     ],
