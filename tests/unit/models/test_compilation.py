@@ -191,7 +191,7 @@ def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_counted_with_the_reas
 
 def all_modes(stage: LlmStage) -> None:
     """Passes of every kind that training and evaluation have."""
-    for num_recomputed, is_trained, learns_input in itertools.product((0, 3), (True, False), (True, False)):
+    for num_recomputed, is_trained, learns_input in itertools.product((0, 1), (True, False), (True, False)):
         stage.set_recomputed(num_recomputed)
         stage.requires_grad_(is_trained)
         for lengths in ([7, 5], [30], [1]):
@@ -207,7 +207,7 @@ def all_modes(stage: LlmStage) -> None:
 def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_counted(monkeypatch):
     # What torch.compile traces is what counts here, and not what its compiler makes of it.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    stage = build("llm", num_layers=12)
+    stage = build("llm", num_layers=9)  # more than a function's graphs may be
     compile_layers(stage)
     before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
     all_modes(stage)
@@ -215,7 +215,7 @@ def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_co
     assert compiled_so_far().num_ended > num_compiled
     assert compiled_so_far().seconds > 0.0
     torch._dynamo.reset()
-    stage = build("llm", num_layers=12)
+    stage = build("llm", num_layers=3)
     compile_layers(stage)
     with torch._dynamo.config.patch(recompile_limit=2):
         all_modes(stage)
