@@ -8,9 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from processes import preload
+from small_data import make_small_data
 from small_runs import prepare
-
-from dflop.demo import make_demo_data
 
 preload()
 
@@ -19,7 +18,7 @@ preload()
 def dataset(tmp_path_factory):
     """The manifest of a small dataset."""
     folder = tmp_path_factory.mktemp("data")
-    make_demo_data(folder, num_records=48)
+    make_small_data(folder, num_records=48)
     return folder / "train.json"
 
 

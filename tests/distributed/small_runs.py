@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import duckdb
 import polars as pl
 from made_up_costs import write_made_up_costs
 from whole_model import reader_of
@@ -56,4 +57,6 @@ def prepare(
     write_shapes(folder / "shapes.duckdb", shards, tables, _META, sampled_rows={}, keep_duplicates=False)
     modules = tuple(module.name for module in load_model_spec(loaded.model).modules)
     write_made_up_costs(folder / "costs.duckdb", tp_sizes=(1, 2, 4), modules=modules)
+    with duckdb.connect(str(folder / "costs.duckdb")) as connection:  # some microbatches have more items
+        connection.execute("UPDATE load_range SET most_num_items = 8 WHERE most_num_items > 8")
     return folder, config
