@@ -72,7 +72,7 @@ def large_plan(placement: str, world_size: int, pp: int, schedule: str, num_chun
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
 @pytest.mark.parametrize("placement", ["disjoint", "colocated", "bubble_filled", "monolithic"])
-@pytest.mark.parametrize("world_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("world_size", [8, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_a_plan_of_several_nodes_ends(placement, world_size, schedule):
     program = make_program(large_plan(placement, world_size, 2, *schedule))
     assert unfinished(program, 1) == {}

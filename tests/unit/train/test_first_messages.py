@@ -63,7 +63,7 @@ def test_both_ends_of_every_wire_meet_in_one_operation_of_their_channel(placemen
 
 
 @pytest.mark.parametrize("placement", ["disjoint", "colocated"])
-@pytest.mark.parametrize("world_size", [16, 256, 1024])
+@pytest.mark.parametrize("world_size", [16, 128, pytest.param(1024, marks=pytest.mark.exhaustive)])
 def test_a_rank_has_at_most_a_message_in_each_direction_for_each_rank_at_a_bridge(placement, world_size, links_of):
     """And one for each neighbour in the pipeline."""
     plan = plan_of(placement, world_size)
