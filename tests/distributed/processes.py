@@ -68,10 +68,10 @@ def _command(arguments: list[str], ranks: connection.Connection, log: Path) -> N
     from dflop.cli import main
     from dflop.train import launch
 
-    def run_ranks(module: str, request: dict, cluster: ClusterConfig, *, per_node: int, **_: Any) -> tuple[int, bool]:
+    def run_ranks(module: str, request: dict, cluster: ClusterConfig, *, per_node: int, **_: Any) -> tuple[int, list]:
         world = {"WORLD_SIZE": per_node, "LOCAL_WORLD_SIZE": per_node, "OMP_NUM_THREADS": threads_per_rank(cluster)}
         ranks.send((module, request, world))
-        return ranks.recv(), False
+        return ranks.recv(), []
 
     print_to(log)
     launch.run_ranks = torchrun.run_ranks = run_ranks

@@ -5,15 +5,17 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from training_runs import end_run, plan_file, process_of_rank, start_run, train, wait_for_steps
+from training_runs import end_run, plan_file, start_run, train, wait_for_steps
 
-from dflop.base.signals import children_of
+from dflop.base.signals import STOP_SIGNALS, children_of
 
 pytestmark = pytest.mark.serial
 
@@ -49,10 +51,6 @@ def _ahead_of_a_time_limit(process: Popen, out: Path) -> None:
     process.send_signal(signal.SIGUSR1)
 
 
-def _to_a_rank(process: Popen, out: Path) -> None:
-    os.kill(process_of_rank(1, out), signal.SIGTERM)
-
-
 def _to_the_agent(process: Popen, out: Path) -> None:
     """After SIGTERMs to loaders, their trackers and the schedule service, of which training takes no notice."""
     processes = {other: _what_is(other) for other in _all_of(process.pid)}
@@ -79,6 +77,11 @@ def _stop(folder: Path, config: dict, out: Path, ask: Callable[[Popen, Path], No
     processes = _all_of(process.pid)
     ask(process, out)
     assert end_run(process, out) == (75 if ask is _ahead_of_a_time_limit else 2)
+    _wait_for_the_end_of(processes)
+    return _said_to_have_stopped_behind(out)
+
+
+def _said_to_have_stopped_behind(out: Path) -> int:
     log = (out / "log").read_text()
     said = re.search(
         rf"training stopped after step (\d+) of {_NUM_STEPS}, as asked; the same command goes on from (.*)", log
@@ -88,7 +91,6 @@ def _stop(folder: Path, config: dict, out: Path, ask: Callable[[Popen, Path], No
     assert Path(said[2]).name == f"step-{int(said[1]):06d}"
     assert "Traceback" not in log
     assert not (out / "summary.json").exists()
-    _wait_for_the_end_of(processes)
     return int(said[1])
 
 
@@ -97,7 +99,6 @@ def _stop(folder: Path, config: dict, out: Path, ask: Callable[[Popen, Path], No
     [
         pytest.param(_to_the_command, marks=pytest.mark.exhaustive),  # which passes both signals on alike
         _ahead_of_a_time_limit,
-        _to_a_rank,
         _to_the_agent,
     ],
     ids=lambda ask: ask.__name__[1:],
@@ -106,6 +107,28 @@ def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_s
     folder, config = run
     num_steps = _stop(folder, config, tmp_path / "train", ask, loader_workers=1 if ask is _to_the_agent else 0)
     assert (tmp_path / "train/metrics.jsonl").read_text().count("\n") == num_steps
+
+
+def _ask_rank_1(out: Path, rank: int) -> None:
+    """Send this rank a SIGTERM behind the third step, if it is rank 1."""
+
+    def ask() -> None:
+        metrics = out / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in ranks that torchrun starts
+    if rank == 1:
+        threading.Thread(target=ask, daemon=True).start()
+
+
+def test_all_ranks_stop_behind_the_same_step_where_one_alone_is_asked(run, tmp_path):
+    folder, config = run
+    out = tmp_path / "train"
+    before = partial(_ask_rank_1, out)
+    steps = train(folder, config | _ALIKE, plan_file(folder), out, fails=True, before=before, **_TRAINING)
+    assert _said_to_have_stopped_behind(out) == len(steps)
 
 
 def test_a_run_whose_processes_were_all_asked_to_stop_goes_on_as_if_it_had_not(run, whole, tmp_path):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -50,16 +51,24 @@ def plan_file(
 
 
 def train(
-    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, fails: bool = False, **train: object
+    folder: Path,
+    config: dict,
+    plan: Path,
+    out: Path,
+    *,
+    num_nodes: int = 1,
+    fails: bool = False,
+    before: Callable[[int], object] | None = None,
+    **train: object,
 ) -> list[dict]:
     """Run `dflop train` with one process a rank; returns the lines of metrics.jsonl. What it prints is in `out`/log.
 
-    Only several nodes are torchrun's.
+    Only several nodes are torchrun's. Of one, each rank first calls `before(rank)`.
     """
     if num_nodes > 1:
         code = end_run(start_run(folder, config, plan, out, num_nodes=num_nodes, **train), out)
     else:
-        code = run_command(_arguments(folder, config, plan, out, 1, train), out / "log")
+        code = run_command(_arguments(folder, config, plan, out, 1, train), out / "log", before)
     assert (code != 0) == fails, (out / "log").read_text()
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
