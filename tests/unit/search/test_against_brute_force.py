@@ -38,7 +38,7 @@ def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: Sample
     assert found.candidates[0].step_s <= found.least_bound_s * (1 + 1e-9)
 
 
-@settings(max_examples=10, phases=_UNSHRUNK)
+@settings(max_examples=5, phases=_UNSHRUNK)
 @given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
@@ -64,7 +64,7 @@ def test_the_ten_best_are_those_of_all_plans(tiny_spec, shape, seeds, freeze, po
         pytest.param(("vision", "audio", "depth"), id="3", marks=pytest.mark.exhaustive),  # it takes longest
     ],
 )
-@settings(max_examples=2, phases=_UNSHRUNK)
+@settings(max_examples=1, phases=_UNSHRUNK)
 @given(
     shape=st.sampled_from([(4, 1, 7), (4, 2, 5)]),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
@@ -77,7 +77,7 @@ def test_the_best_plans_of_models_without_encoder_and_with_several(
     tiny_spec, shape, seeds, freeze, memory_share, encoders
 ):
     devices, num_nodes, batch_size = shape
-    fixed = {"num_microbatches": 2} if len(encoders) > 2 else None  # so many layouts take a minute as it is
+    fixed = {"num_microbatches": 2} if len(encoders) > 1 else None  # so many layouts take a minute as it is
     config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, search_batches=2, fixed=fixed)
     spec = spec_with(tiny_spec, encoders)
     costs = bent_costs(seeds[0], modules=(*encoders, "llm"))
