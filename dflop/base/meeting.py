@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflop.base.errors import UserError
-from dflop.base.first_node import hear, refusals_told, slurm_nodes, slurm_rank, told
+from dflop.base.first_node import hear, slurm_nodes, slurm_rank, told
 
 __all__ = ["LOOPBACK", "in_a_folder", "over_machines"]
 
@@ -45,8 +45,8 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
 
     Raises:
         UserError: when this runs outside `srun` or on fewer nodes, when the environment variable for the port holds no
-            port or one that is taken, or when another node does not come for ten minutes; on all nodes, what the first
-            one is refused for (`first_node`).
+            port or one that is taken, or when another node does not come for ten minutes; on other nodes, the first
+            one's last words (`first_node`).
     """
     nodes = slurm_nodes()
     if not nodes:
@@ -62,9 +62,7 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
         yield [_arguments(num_nodes, said["address"], rank=rank, port=said["port"])], []
         return
     own = os.environ.get("SLURMD_NODENAME", names[0])
-    with refusals_told(shared, num_nodes):
-        listener = _listener(next((name for name in names if name != own), names[1]))
-    with listener:
+    with _listener(next((name for name in names if name != own), names[1])) as listener:
         address, port, *_ = listener.getsockname()
         with told(shared, num_nodes, {"address": address, "port": port}):
             number = listener.fileno()

@@ -6,6 +6,8 @@ reaches its port can read and write it. `base.meeting` chooses. Neither unpickle
 """
 
 import os
+import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from dflop.base.folder_store import FolderStore
 __all__ = ["join_ranks", "register"]
 
 _BACKEND = "dflop"
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT, _ONE_TRY = timedelta(minutes=10), timedelta(seconds=20)
 
 
 def register() -> None:
@@ -52,16 +54,29 @@ class _Rendezvous(StaticTCPRendezvous):
         if not self.master_port:
             self._store = dist.FileStore(f"{self.master_addr}/agents")
         else:
-            self._store = dist.TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                is_master=self._listener is not None,
-                timeout=self.timeout,
-                master_listen_fd=self._listener,
-            )
+            self._store = self._first_machines_store()
         where = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(self._store, self.rank, self.world_size, where)
+
+    def _first_machines_store(self) -> dist.TCPStore:
+        """Its machine listens before the others learn the address: nobody listens there once it has failed."""
+        where = self.master_addr, self.master_port
+        if self._listener is not None:
+            options = {"is_master": True, "timeout": self.timeout, "master_listen_fd": self._listener}
+            return dist.TCPStore(*where, self.world_size, **options)
+        until = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                socket.create_connection(where, timeout=_ONE_TRY.total_seconds()).close()
+                store = dist.TCPStore(*where, self.world_size, is_master=False, timeout=_ONE_TRY)
+            except ConnectionRefusedError:
+                raise dist.DistNetworkError("the first node has ended; see what it says") from None
+            except (OSError, dist.DistError):
+                if time.monotonic() > until:
+                    raise
+            else:
+                store.set_timeout(self.timeout)
+                return store
 
 
 def join_ranks(backend: str, **options: Any) -> dist.Store:

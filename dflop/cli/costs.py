@@ -125,25 +125,10 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
     """Time transfers and gradient syncs between the cluster's devices: torchrun on all of them."""
-    import polars as pl
+    from dflop.base.first_node import last_words_told
 
-    from dflop.base.torchrun import is_first_node, run_ranks
-
-    config = load_for("profile-links", configs)
-    cluster = config.cluster
-    request = {
-        "device": cluster.device,
-        "repeats": config.costs.repeats,
-        "max_bytes": max_bytes,
-        "out": str(out),
-    }
-    size = {"num_nodes": cluster.num_nodes, "per_node": cluster.devices_per_node}
-    code, stopped = run_ranks("dflop.costs.links", request, cluster, **size, shared=out.parent)
-    if code:
-        why = "was stopped by SIGTERM" if stopped else f"ended early (torchrun's exit code {code}); see above"
-        raise UserError(f"measuring links {why}")
-    if is_first_node(cluster):
-        click.echo(f"{out}: {len(pl.read_parquet(out))} measurements")
+    with last_words_told(out.parent):
+        _time_links(configs, max_bytes, out)
 
 
 @click.command("fit-costs")
@@ -196,3 +181,25 @@ def fit_costs_command(measurements: tuple[Path, ...], links_path: Path | None, o
             f"  {row['kind']} {row['scope']}, {row['num_ranks']} ranks: {row['latency_s'] * 1e6:.3g} µs and "
             f"{row['bytes_per_s'] / 1e9:.3g} GB/s, median error {row['median_error']:.0%} of {row['num_points']} sizes"
         )
+
+
+def _time_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
+    import polars as pl
+
+    from dflop.base.torchrun import is_first_node, run_ranks
+
+    config = load_for("profile-links", configs)
+    cluster = config.cluster
+    request = {
+        "device": cluster.device,
+        "repeats": config.costs.repeats,
+        "max_bytes": max_bytes,
+        "out": str(out),
+    }
+    size = {"num_nodes": cluster.num_nodes, "per_node": cluster.devices_per_node}
+    code, stopped = run_ranks("dflop.costs.links", request, cluster, **size, shared=out.parent)
+    if code:
+        why = "was stopped by SIGTERM" if stopped else f"ended early (torchrun's exit code {code}); see above"
+        raise UserError(f"measuring links {why}")
+    if is_first_node(cluster):
+        click.echo(f"{out}: {len(pl.read_parquet(out))} measurements")

@@ -26,7 +26,31 @@ __all__ = ["report_command", "train_command"]
 @may_emulate
 def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     """Train with the plan: torchrun starts its ranks, and a process beside them schedules the batches."""
-    from dflop.base.first_node import refusals_told
+    from dflop.base.first_node import last_words_told
+
+    with last_words_told(out):
+        _train(configs, shapes, costs, plan_path, out)
+
+
+@click.command("report")
+@config_option
+@click.option("--run", "run_folder", type=FOLDER, help="results/<run>, with all earlier artifacts.")
+@click.option("--out", type=FOLDER, help="Folder for index.html, the plots and summary.json.")
+@run_argument(run_folder="", out="report")
+def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
+    """Write the page on a run, its plots, and its figures: data, costs, plan, memory, one step, training, savings.
+
+    RUN is a run of the workflow, by its name or folder; then the files are written to its `report/`. The page of a run
+    that was not trained yet has no part on training.
+    """
+    from dflop.report import write_report
+
+    config = load_for("report", configs)
+    for path in write_report(config, run_folder, out):
+        click.echo(str(path))
+
+
+def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     from dflop.base.torchrun import is_first_node
     from dflop.config import set_steps
     from dflop.models import check_modules, check_runnable, load_model_spec, weights_digest
@@ -75,8 +99,7 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
     is_first = is_first_node(config.cluster)
     with ExitStack() as held:
         if is_first:  # of several nodes it holds the lock, and the others wait for its word
-            with refusals_told(out, config.cluster.num_nodes):
-                held.enter_context(sole_use(out))
+            held.enter_context(sole_use(out))
         if checkpoint := finished_at(config, out, generation):
             click.echo(
                 f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "
@@ -89,24 +112,6 @@ def train_command(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path
             launch_ranks(config, plan=plan_path, arguments=arguments)
         if is_first:
             _write_results(config, out, plan_path, generation, left_out)
-
-
-@click.command("report")
-@config_option
-@click.option("--run", "run_folder", type=FOLDER, help="results/<run>, with all earlier artifacts.")
-@click.option("--out", type=FOLDER, help="Folder for index.html, the plots and summary.json.")
-@run_argument(run_folder="", out="report")
-def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> None:
-    """Write the page on a run, its plots, and its figures: data, costs, plan, memory, one step, training, savings.
-
-    RUN is a run of the workflow, by its name or folder; then the files are written to its `report/`. The page of a run
-    that was not trained yet has no part on training.
-    """
-    from dflop.report import write_report
-
-    config = load_for("report", configs)
-    for path in write_report(config, run_folder, out):
-        click.echo(str(path))
 
 
 def _write_results(config, out: Path, plan_path: Path, generation, left_out) -> None:

@@ -3,19 +3,20 @@
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from dflop.base import UserError
-from dflop.base.first_node import refusals_told
+from dflop.base.first_node import last_words_told
 from dflop.base.meeting import in_a_folder, over_machines
 from dflop.train import sole_use
 
@@ -48,6 +49,7 @@ def step(monkeypatch, tmp_path):
 
     def of(rank: int, job: str = "7", restarts: str = "0") -> None:
         values = {"JOB_ID": job, "RESTART_COUNT": restarts, "STEP_NODELIST": "n[1-2]", "PROCID": str(rank)}
+        values["STEP_NUM_NODES"] = "2"
         for name, value in values.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
 
@@ -55,9 +57,10 @@ def step(monkeypatch, tmp_path):
 
 
 @contextmanager
-def other_node(shared: Path) -> Iterator[subprocess.Popen]:
+def other_node(shared: Path, taken_back_s: float = 600) -> Iterator[subprocess.Popen]:
     """The second node of the step, as a process that prints its arguments for torchrun."""
-    code = "import sys, pathlib; from dflop.base.meeting import over_machines\n"
+    code = "import sys, pathlib; from dflop.base import first_node; from dflop.base.meeting import over_machines\n"
+    code += f"first_node._TAKEN_BACK_S = {taken_back_s}\n"
     code += "with over_machines(2, pathlib.Path(sys.argv[1])) as ([arguments], []): print(*arguments)"
     node = subprocess.Popen(
         [sys.executable, "-c", code, str(shared)],
@@ -71,6 +74,17 @@ def other_node(shared: Path) -> Iterator[subprocess.Popen]:
     finally:
         node.kill()
         node.communicate()
+
+
+def _wait_for_question(shared: Path, other: subprocess.Popen) -> None:
+    while not (shared / ".meeting-7.0.0.1").exists():
+        assert other.poll() is None, other.communicate()
+        time.sleep(0.01)
+
+
+def _fail_after(function: Callable, *arguments: object) -> None:
+    function(*arguments)
+    raise KeyError
 
 
 def test_the_first_node_listens_where_it_reaches_the_second_and_tells_the_others_in_a_file(step, tmp_path):
@@ -104,9 +118,7 @@ def test_a_node_that_begins_the_next_command_of_its_step_earlier_waits_for_the_f
         with over_machines(2, tmp_path):
             earlier.communicate()
             other = others.enter_context(other_node(tmp_path))
-            while not (tmp_path / ".meeting-7.0.0.1").exists():
-                assert other.poll() is None, other.communicate()
-                time.sleep(0.01)
+            _wait_for_question(tmp_path, other)
         with over_machines(2, tmp_path) as ([first], _):
             assert _named(other.communicate()[0].split())["port"] == _named(first)["port"]
 
@@ -114,25 +126,99 @@ def test_a_node_that_begins_the_next_command_of_its_step_earlier_waits_for_the_f
 def test_the_other_nodes_are_refused_with_the_first_one(step, tmp_path):
     step(0)
     with sole_use(tmp_path), other_node(tmp_path) as other:
-        with pytest.raises(UserError, match="trains here") as refused, refusals_told(tmp_path, 2), sole_use(tmp_path):
+        _wait_for_question(tmp_path, other)
+        with pytest.raises(UserError, match="trains here") as refused, last_words_told(tmp_path), sole_use(tmp_path):
             pass
-        assert f"UserError: {refused.value}\n" in other.communicate()[1]
+        assert f"UserError: the first node has ended: {refused.value}\n" in other.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "plan.yaml"), "No such file or directory: 'plan.yaml'"),
+        (KeyError("rate"), "KeyError: 'rate'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    ],
+)
+def test_whatever_ends_the_first_node_before_the_others_are_told_is_said_to_all_of_them(step, tmp_path, error, said):
+    """To one that asks already and, after a while, to one that begins later."""
+    step(0)
+    with other_node(tmp_path) as other:
+        _wait_for_question(tmp_path, other)
+        with pytest.raises(type(error)), last_words_told(tmp_path):
+            raise error
+        assert f"{said}\n" in other.communicate()[1]
+    with other_node(tmp_path, taken_back_s=0) as late:
+        assert f"{said}\n" in late.communicate()[1]
+
+
+def test_last_words_of_an_earlier_command_are_taken_back_by_the_next_one_of_the_step(step, tmp_path):
+    step(0)
+    with pytest.raises(KeyError), last_words_told(tmp_path):
+        raise KeyError
+    with other_node(tmp_path) as other:
+        _wait_for_question(tmp_path, other)
+        with last_words_told(tmp_path), over_machines(2, tmp_path) as ([first], _):
+            assert _named(other.communicate()[0].split())["port"] == _named(first)["port"]
     assert not list(tmp_path.glob(".meeting*"))
+
+
+def test_what_ends_the_first_node_right_after_it_told_where_to_meet_is_said_to_who_had_not_read_that(step, tmp_path):
+    step(0)
+    with other_node(tmp_path) as other:
+        _wait_for_question(tmp_path, other)
+        with pytest.raises(KeyError), last_words_told(tmp_path), over_machines(2, tmp_path):
+            _fail_after(other.send_signal, signal.SIGSTOP)
+        other.send_signal(signal.SIGCONT)
+        said, refused = other.communicate()
+    assert "KeyError: " in refused or "--rdzv" in said
+
+
+def test_what_ends_the_first_node_after_all_have_read_where_to_meet_is_left_nowhere(step, tmp_path):
+    step(0)
+    with other_node(tmp_path) as other, pytest.raises(KeyError), last_words_told(tmp_path), over_machines(2, tmp_path):
+        _fail_after(other.wait)
+    assert not list(tmp_path.glob(".meeting*"))
+
+
+def test_commands_of_two_nodes_say_why_the_first_one_ended(step, tmp_path):
+    step(0)
+    command = [sys.executable, "-c", "import dflop.cli; dflop.cli.main()", "profile-links"]
+    command += ["--out", str(tmp_path / "links.parquet"), "--config", "{cluster: {device: cpu, num_nodes: 2}}"]
+    options = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"SLURM_PROCID": "1"}, **options) as other:
+        _wait_for_question(tmp_path, other)
+        first = subprocess.run(command, env=os.environ | {"DFLOP_RENDEZVOUS_PORT": "80"}, **options)
+        said = "DFLOP_RENDEZVOUS_PORT is '80'; it must be a port's number from 1024 to 65535, or not be set\n"
+        assert (first.returncode, first.stderr) == (2, f"dflop: {said}")
+        assert other.stderr.read() == f"dflop: the first node has ended: {said}"
+        assert other.wait() == 2
+
+
+def test_a_node_whose_first_one_listens_no_more_ends(tmp_path):
+    """As when the first node's torchrun cannot start after the others have learned the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "dflop.base.torchrun", "--nnodes=2", "--rdzv-backend=dflop"]
+    command += ["--rdzv-endpoint=127.0.0.1", f"--rdzv-conf=rank=1,port={port}", "--module", "this"]
+    node = subprocess.run(command, capture_output=True, text=True)
+    assert node.returncode == 1
+    assert re.search(
+        r"^dflop: \S+ does not reach .* at 127\.0\.0\.1, .*: the first node has ended; see what", node.stderr, re.M
+    )
 
 
 def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_or_taken_is_refused(
     step, tmp_path, monkeypatch
 ):
     step(0)
-    with socket.create_server(("127.0.0.1", 0)) as taken, other_node(tmp_path) as other:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", port := str(taken.getsockname()[1]))
         said = rf"127\.0\.0\.1 port {port}: .*; name another one in DFLOP_R"
         with pytest.raises(UserError, match=f"^{said}"), over_machines(2, tmp_path):
             pass
-        assert re.search(f"UserError: {said}", other.communicate()[1])
     with other_node(tmp_path), over_machines(2, tmp_path) as ([arguments], _):
         assert _named(arguments)["port"] == port
-    monkeypatch.setattr("dflop.base.first_node._LONGEST_REFUSAL_S", 0)
     for wrong in ("80", "70000", "free", ""):
         monkeypatch.setenv("DFLOP_RENDEZVOUS_PORT", wrong)
         with (
