@@ -98,7 +98,10 @@ def _port() -> int:
 
 
 def _of_slurm(kind: str, name: str) -> str:
-    return subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True, check=True).stdout
+    asked = subprocess.run(["scontrol", "show", kind, name], capture_output=True, text=True)
+    if asked.returncode:
+        raise UserError(f"`scontrol show {kind} {name}` failed: {asked.stderr.strip()}; ask Slurm's administrators")
+    return asked.stdout
 
 
 def _address_of(node: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 from torch.serialization import _get_layout
 
-from dflop.base import UserError
+from dflop.base import UserError, printable
 
 __all__ = ["IndexReader"]
 
@@ -45,14 +45,21 @@ class IndexReader(FileSystemReader):
         """The index.
 
         Raises:
-            UserError: when it is damaged, names a function or class of another kind, or a file of another folder.
+            UserError: when it is damaged, holds or names what no index has, or a file of another folder.
         """
         path = Path(self.path) / ".metadata"
         try:
             index = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            is_index = all(map(_is_tensor, index.state_dict_metadata.items())) and all(
+                map(_is_place, index.storage_data.items())
+            )
             strange = [info.relative_path for info in index.storage_data.values() if "/" in info.relative_path]
+        except pickle.UnpicklingError as error:
+            raise UserError(_refused(path, str(error))) from None
         except Exception as error:  # a damaged pickle raises whatever it comes to
-            raise UserError(_refused(path, str(error) or type(error).__name__)) from None
+            raise UserError(_refused(path, f"it is damaged ({type(error).__name__}: {error})")) from None
+        if not is_index or not isinstance(index, metadata.Metadata):
+            raise UserError(_refused(path, "it is no index of tensors and of where they are"))
         if strange:
             raise UserError(_refused(path, f"it names the file {strange[0]}"))
         return index
@@ -76,5 +83,22 @@ class _Unpickler(pickle._Unpickler):
         return _NAMED[module, name]
 
 
+def _is_tensor(entry: tuple[Any, Any]) -> bool:
+    """Whether a name and what is said of it are of a tensor."""
+    name, about = entry
+    sizes = [about.size, *(size for chunk in about.chunks for size in (chunk.offsets, chunk.sizes))]
+    has_sizes = all(isinstance(size, torch.Size) and len(size) == len(about.size) for size in sizes)
+    return isinstance(name, str) and isinstance(about, metadata.TensorStorageMetadata) and has_sizes
+
+
+def _is_place(entry: tuple[Any, Any]) -> bool:
+    """Whether a block's name and what is said of it are of bytes in a file."""
+    index, info = entry
+    is_range = all(isinstance(number, int) and 0 <= number < 2**63 for number in (info.offset, info.length))
+    is_plain = isinstance(info.relative_path, str) and not info.transform_descriptors
+    return isinstance(index, metadata.MetadataIndex) and is_range and is_plain
+
+
 def _refused(path: Path, why: str) -> str:
-    return f"{path}: {why}; delete this checkpoint, and training goes on from the one before, if that is your own"
+    onward = "delete this checkpoint, and training goes on from the one before, if that is your own"
+    return f"{path}: {printable(why)}; {onward}"

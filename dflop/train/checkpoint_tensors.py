@@ -81,12 +81,20 @@ def load_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup |
     """Read what the parts hold, in place; every rank must call this. Ranks communicate over `group`.
 
     Raises:
-        UserError: when the checkpoint lacks values that this rank needs, or its index is refused (`checkpoint_index`).
+        UserError: when the checkpoint lacks values that this rank needs, its index is refused (`checkpoint_index`), or
+            a tensor is not where the index says.
     """
     blocks = [block for part in parts for block in _blocks(part, part.parameters)]
     reader = IndexReader(folder)
     planner = _LoadPlanner(blocks, _reads(reader, blocks))
-    dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
+    try:
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
+    except dcp.api.CheckpointException as error:  # raised on all ranks, for what reading has raised on some
+        rank, (why, _) = min(error.failures.items())
+        raise UserError(
+            f"{folder} cannot be read on rank {rank} ({type(why).__name__}: {str(why).partition(chr(10))[0]}); if that "
+            "stays so, delete it, and training goes on from the checkpoint before"
+        ) from None
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

@@ -2,16 +2,17 @@
 
 import json
 import pickle
+import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from fuzzing import fuzz
+from fuzzing import damaged, fuzz
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 from dflop.base import UserError
 from dflop.train.adamw import Piece
@@ -79,11 +80,56 @@ def test_an_index_that_names_a_file_outside_the_checkpoint_is_refused(checkpoint
         IndexReader(tmp_path).read_metadata()
 
 
-def test_a_damaged_index_is_refused_or_read(checkpoint, tmp_path):
-    def read(path: Path) -> None:
-        assert isinstance(IndexReader(path.parent).read_metadata(), Metadata)
+STRANGE = (-1, 0, 1, 2**31, 2**63, 2**100, 0.5, None, "", "x", b"x", (), [], {}, True, torch.float32)
+STRANGE += (torch.Size((5, 4)), torch.Size((2**40, 2**40)))
 
-    fuzz({".metadata": (checkpoint / ".metadata").read_bytes()}, read, UserError, tmp_path)
+
+def inner_values(value: object) -> list[tuple]:
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).items())
+
+
+def with_a_strange_value(content: bytes, rng: random.Random) -> bytes:
+    """An index in which a value, at whatever depth, became another one; as a pickle that any reader can read."""
+    index = value = pickle.loads(content)
+    holders = []
+    while (inner := inner_values(value)) and (not holders or rng.random() < 0.8):
+        key, below = rng.choice(inner)
+        holders.append((value, key))
+        value = below
+    new = rng.choice(STRANGE)
+    for holder, key in reversed(holders):
+        if isinstance(holder, tuple):  # is made anew
+            new = (*holder[:key], new, *holder[key + 1 :])
+            if isinstance(holder, torch.Size) and all(isinstance(size, int) and size < 2**63 for size in new):
+                new = torch.Size(new)
+        elif isinstance(holder, (dict, list)):
+            holder[key] = new
+            break
+        else:
+            object.__setattr__(holder, key, new)
+            break
+    try:
+        return pickle.dumps(index)
+    except (RuntimeError, TypeError):  # torch's classes do not pickle each value
+        return content
+
+
+@pytest.mark.parametrize("damage", [damaged, with_a_strange_value])
+def test_a_checkpoint_with_a_damaged_index_is_refused_in_a_line_or_read(checkpoint, tmp_path, damage):
+    """Its checksums may be right: somebody may have made it so."""
+    folder, refusals = shutil.copytree(checkpoint, tmp_path / "step-000001"), set()
+
+    def read(path: Path) -> None:
+        try:
+            load_checkpoint(folder, [part(0.0)])
+        except UserError as error:
+            refusals.add(str(error))
+
+    fuzz({".metadata": (checkpoint / ".metadata").read_bytes()}, read, (), folder, damage=damage)
+    assert refusals
+    assert not [refusal for refusal in refusals if "\n" in refusal]
 
 
 def test_an_index_that_changes_a_class_is_refused_and_the_class_is_as_it_was(checkpoint, tmp_path):
