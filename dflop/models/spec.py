@@ -132,6 +132,11 @@ class ModelSpec:
         return self.modules[:-1]
 
     @property
+    def has_tied_head(self) -> bool:
+        """Whether the LLM's head is, or may be, its embedding: the config does not say that it is not."""
+        return bool(self.hf_config.get("tie_word_embeddings", True))
+
+    @property
     def feature_size(self) -> int:
         """The width of the features that encoders give for a token: the LLM's hidden size, plus as much again for each
         DeepStack layer."""

@@ -40,9 +40,17 @@ class PlanMemory:
     """Predicted bytes on the devices of one plan."""
 
     def __init__(
-        self, stage_costs: StageCosts, compiled: CompiledPlan, cluster: ClusterConfig, edge_bytes: EdgeBytes
+        self,
+        stage_costs: StageCosts,
+        compiled: CompiledPlan,
+        cluster: ClusterConfig,
+        edge_bytes: EdgeBytes,
+        *,
+        is_tied: bool,
     ) -> None:
+        """Where the LLM's head is tied to its embedding (`is_tied`), the ends of a pipeline have a communicator."""
         self._stage_costs, self._compiled, self._cluster = stage_costs, compiled, cluster
+        self._is_tied = is_tied
         self._plan, self._costs, self._edge_bytes = stage_costs.plan, stage_costs.costs, edge_bytes
 
     @property
@@ -62,7 +70,9 @@ class PlanMemory:
     @cached_property
     def communicator_bytes(self) -> float:
         """Bytes of a rank's communicators, which GPUs have."""
-        return num_communicators(self._plan) * self._costs.communicator_bytes if self._has_gpus else 0.0
+        if not self._has_gpus:
+            return 0.0
+        return num_communicators(self._plan, is_tied=self._is_tied) * self._costs.communicator_bytes
 
     @property
     def _has_gpus(self) -> bool:

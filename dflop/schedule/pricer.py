@@ -78,7 +78,7 @@ class Pricer:
         frozen = [grid.module for grid in self.plan.grids if not trained.trains(grid.module)]
         has_slots = cluster.device == "cuda"
         self.edge_bytes = edge_bytes_of(self.plan, spec, value_bytes, has_slots=has_slots, frozen=frozen)
-        self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes)
+        self.memory = PlanMemory(self.stage_costs, self.compiled, cluster, self.edge_bytes, is_tied=spec.has_tied_head)
         self.stages = self.stage_costs.stages
 
     @property

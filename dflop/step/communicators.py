@@ -11,13 +11,19 @@ from dflop.plan.plan import Plan
 from dflop.step.nodes import StageReplicas, stages_of
 from dflop.step.routes import track_of
 
-__all__ = ["num_communicators"]
+__all__ = ["COLLECTIVE_CTAS", "MESSAGE_CTAS", "num_communicators"]
+
+# Thread blocks of a message on a GPU, each of which holds an SM while the message waits: on all channels at most 32 of
+# 108. Two of NVLink's channels carry some 40 GB/s; a network card is slower.
+MESSAGE_CTAS = 4
+# Thread blocks that a collective is taken to have: as many channels as NCCL reports on nodes with NVSwitch.
+COLLECTIVE_CTAS = 24
 
 
-def num_communicators(plan: Plan) -> int:
+def num_communicators(plan: Plan, *, is_tied: bool = True) -> int:
     """Communicators of a rank at most: the world's, those of channels, and those of its modules' groups. A group of one
-    rank has none."""
-    groups = {key for grid in plan.grids for key in _groups_of(grid)}
+    rank has none, and nor have the ends of a pipeline without a tied head (`is_tied`)."""
+    groups = {key for grid in plan.grids for key in _groups_of(grid, is_tied)}
     return 1 + _num_channels(plan) + len(groups)
 
 
@@ -50,14 +56,14 @@ def _workers(stage: StageReplicas) -> set[int]:
     return set(range(stage.first_worker, stage.first_worker + stage.dp * stage.span))
 
 
-def _groups_of(grid: Grid) -> Iterator[tuple[int, ...]]:
+def _groups_of(grid: Grid, is_tied: bool) -> Iterator[tuple[int, ...]]:
     """A module's groups, by what two modules with the same groups have in common: their ranks, and how blocks of
     consecutive ranks are divided among them, as (size of a block, distance between ranks of a group)."""
     replicas, shards = grid.dp * grid.tp, grid.num_shards * grid.tp
     divided = {(grid.tp, 1), (replicas, grid.tp)}
     if grid.num_shards > 1:
         divided |= {(shards, grid.tp), (replicas, shards)}
-    if grid.module == "llm" and grid.pp > 1:  # the ends of its pipeline
+    if is_tied and grid.module == "llm" and grid.pp > 1:  # the ends of its pipeline
         divided.add((grid.num_ranks, grid.num_ranks - replicas))
     for block, distance in divided:
         if block > distance:

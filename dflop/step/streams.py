@@ -5,23 +5,30 @@ for each channel of messages. Streams may share hardware queues, in the worst ca
 what stands behind an operation does not begin before that has ended. Sends and receives of one place and channel are
 one operation, as `batch_isend_irecv` makes them: it begins when all that was computed so far has ended, and ends when
 the other end of each of its messages has begun, too; nothing is buffered. What a node computes begins when the messages
-that it waits for have ended, and gradients that its worker sent before the computation before. It ends when all workers
-have begun it that take part: those of the node, and those of the replicas that share its parameters.
+that it waits for have ended, and those that its worker sent and keeps no longer (`kept_until`). In the middle of it
+stands one collective, such as a sum over tensor-parallel ranks or a gather of shared parameters, in the stream of its
+communicator. That ends when all workers have begun it that take part: those of the node, and those of the replicas that
+share its parameters. The ranks of a worker act as one here, so each also waits for what the others wait for.
 
-Collectives stand where training on GPUs issues them, each in the stream of its communicator. The step begins with the
-sum over all ranks that ends the one before, and with gathers of updated parameters, for which a node's first forward
-waits. The two ends of the LLM's pipeline exchange a tied embedding behind that, and its gradient in the gradient sync.
-In the middle of a node's last backward, gradients begin to be summed: over the node's replicas or, where these share
-parameters, over the copies. The gradient sync begins the sums that are left, and waits for all of them. A group of one
-rank sums and gathers nothing; its collectives stand here, too, and wait for no other rank. Without a collective there
-is only less to wait for, so what ends with all of them ends without some.
+With `num_sms`, an operation that has begun holds SMs of its worker's GPUs until it has ended: a message few, a
+collective more, a computation one at least. What finds too few does not begin. Of all that could begin, messages and
+collectives come first.
+
+Other collectives stand where training on GPUs issues them, each in the stream of its communicator. The step begins with
+the sum over all ranks that ends the one before, and with gathers of updated parameters, for which a node's first
+forward waits. The two ends of the LLM's pipeline exchange a tied embedding behind that, and its gradient in the
+gradient sync. In the middle of a node's last backward, gradients begin to be summed: over the node's replicas or,
+where these share parameters, over the copies. The gradient sync begins the sums that are left, and waits for all of
+them. A group of one rank sums and gathers nothing; its collectives stand here, too, and wait for no other rank. Without
+a collective there is only less to wait for, so what ends with all of them ends without some.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dflop.step.instructions import Instruction, Op, Program, instructions_together
+from dflop.step.communicators import COLLECTIVE_CTAS, MESSAGE_CTAS
+from dflop.step.instructions import Instruction, Op, Program, instructions_together, kept_until
 from dflop.step.routes import make_routes
 
 __all__ = ["unfinished"]
@@ -30,13 +37,14 @@ __all__ = ["unfinished"]
 @dataclass(slots=True)
 class _Operation:
     """What a worker issues, by its first instruction. It begins when all in `needs` have ended, and ends when all of
-    its meetings with other workers have begun on all of them."""
+    its meetings with other workers have begun on all of them. It holds `num_ctas` SMs."""
 
     first: Instruction
     worker: int
     stream: int
     needs: list["_Operation"]
     meetings: list[Hashable] = field(default_factory=list)
+    num_ctas: int = 1
     num_open: int = -1  # meetings that have not begun everywhere; negative before the operation begins
 
     @property
@@ -74,25 +82,33 @@ def unfinished(
     has_message: Callable[[int, int], bool] = _always,
     *,
     is_tied: bool = True,
+    num_sms: int | None = None,
 ) -> dict[int, Instruction]:
     """By worker, the instruction at which it waits for ever; empty where everything ends.
 
     `num_queues` are the hardware queues that a worker's streams share, None for one each. `has_message` tells for an
     edge and a microbatch whether there is anything to send. Where the LLM's head is not tied to its embedding
-    (`is_tied`), the ends of its pipeline exchange nothing.
+    (`is_tied`), the ends of its pipeline exchange nothing. `num_sms` are those of a GPU, None for any number.
     """
-    return _World(program, num_queues, has_message, is_tied=is_tied).run()
+    return _World(program, num_queues, has_message, is_tied=is_tied, num_sms=num_sms).run()
 
 
 class _World:
     """All workers' queues, and who has come to which meeting."""
 
     def __init__(
-        self, program: Program, num_queues: int | None, has_message: Callable[[int, int], bool], *, is_tied: bool
+        self,
+        program: Program,
+        num_queues: int | None,
+        has_message: Callable[[int, int], bool],
+        *,
+        is_tied: bool,
+        num_sms: int | None,
     ) -> None:
         self._program, self._has_message = program, has_message
         self._routes = make_routes(program.workers, program.edges)
         self._ends = _ends_of(program) if is_tied else {}
+        self._num_free = None if num_sms is None else [num_sms] * len(program.workers)
         self._queues: list[dict[int, deque[_Operation]]] = []
         self._num_expected: Counter[Hashable] = Counter()
         self._came: dict[Hashable, list[_Operation]] = defaultdict(list)
@@ -102,7 +118,7 @@ class _World:
             for operation in self._issued(worker, instructions):
                 queues[operation.stream if num_queues is None else operation.stream % num_queues].append(operation)
                 self._num_expected.update(operation.meetings)
-            self._queues.append(queues)
+            self._queues.append(dict(sorted(queues.items(), reverse=True)))  # that of computations comes last
 
     def run(self) -> dict[int, Instruction]:
         """Carry out whatever can begin, until nothing can."""
@@ -121,7 +137,7 @@ class _World:
         while queue:
             operation = queue[0]
             if not operation.has_begun:
-                if not all(needed.has_ended for needed in operation.needs):
+                if not all(needed.has_ended for needed in operation.needs) or not self._take_sms(operation):
                     return
                 operation.num_open = len(operation.meetings)
                 for meeting in operation.meetings:
@@ -133,8 +149,18 @@ class _World:
             if not operation.has_ended:
                 return
             queue.popleft()
-            if not operation.meetings:
+            if self._num_free is not None:
+                self._num_free[operation.worker] += operation.num_ctas
+            if not operation.meetings or self._num_free is not None:
                 yield operation.worker
+
+    def _take_sms(self, operation: _Operation) -> bool:
+        """Whether the operation has found its SMs, which it holds from now on."""
+        if self._num_free is not None:
+            if self._num_free[operation.worker] < operation.num_ctas:
+                return False
+            self._num_free[operation.worker] -= operation.num_ctas
+        return True
 
     def _issued(self, worker: int, instructions: Sequence[Instruction]) -> Iterator[_Operation]:
         """The operations that a worker issues, in order."""
@@ -142,7 +168,9 @@ class _World:
         awaited: list[_Operation] = []
         under_way: dict[int, list[_Operation]] = defaultdict(list)  # by node: gathers, later sums
         receiving: dict[tuple[bool, int, int], _Operation] = {}
-        sent: list[_Operation] = []  # gradients, since the last computation
+        sending: list[tuple[Instruction, _Operation]] = []  # what is sent and still kept
+        learning = {item.node for item in instructions if item.op is Op.BACKWARD}
+        done: set[tuple[Op, int, int] | None] = {None}  # gradients are kept until None
         for operation in self._before(worker, instructions[:1], under_way):
             yield operation
             computed = [operation] if operation.stream == 0 else computed
@@ -153,12 +181,16 @@ class _World:
                     if not self._has_message(item.edge, item.microbatch):
                         continue
                     channel = self._program.edges[item.edge].channel(item.op.is_forward)
-                    operation = by_channel.setdefault(channel, _Operation(item, worker, 1 + channel, list(computed)))
+                    if channel not in by_channel:
+                        by_channel[channel] = _Operation(
+                            item, worker, 1 + channel, list(computed), num_ctas=MESSAGE_CTAS
+                        )
+                    operation = by_channel[channel]
                     operation.meetings += self._messages(worker, item)
                     if item.op.is_receive:
                         receiving[item.op.is_forward, item.edge, item.microbatch] = operation
-                    elif not item.op.is_forward:
-                        sent.append(operation)
+                    else:
+                        sending.append((item, operation))
                 yield from (by_channel[channel] for channel in sorted(by_channel))
                 continue
             for item in items:
@@ -170,7 +202,10 @@ class _World:
                 for operation in self._computed(worker, item, computed, awaited, under_way):
                     yield operation
                     computed = [operation] if operation.stream == 0 else computed
-                awaited, sent = sent, []
+                done.add((item.op, item.node, item.microbatch))
+                is_over = [kept_until(send, send.node in learning) in done for send, _ in sending]
+                awaited = [operation for (_, operation), over in zip(sending, is_over, strict=True) if over]
+                sending = [kept for kept, over in zip(sending, is_over, strict=True) if not over]
 
     def _before(
         self, worker: int, first: Sequence[Instruction], under_way: dict[int, list[_Operation]]
@@ -216,21 +251,23 @@ class _World:
             yield left
             yield _Operation(item, worker, 0, [*awaited, left])
             return
-        together = self._computed_together(item)
-        whole = _Operation(item, worker, 0, awaited, [together])
-        yield whole
+        begun = _Operation(item, worker, 0, awaited)
+        inside = f"inside {about.module}"
+        together = self._collective(item, worker, inside, [begun], self._computed_together(item))
+        whole = _Operation(item, worker, 0, [together])
+        yield from (begun, together, whole)
         if item.op is Op.BACKWARD and item.microbatch == self._program.num_microbatches - 1:
             group = about.module if num_shards == 1 else f"copies of {about.module}"
             sums = self._collective(item, worker, group, [whole], "sum", about.pp_stage, about.dp_rank % num_shards)
             under_way[item.node] = [sums]
-            yield sums
-            yield _Operation(item, worker, 0, [], [("second half", together)])
+            second = self._collective(item, worker, inside, [whole], "second half", self._computed_together(item))
+            yield from (sums, second, _Operation(item, worker, 0, [second]))
 
     def _collective(
         self, item: Instruction, worker: int, group: str, needs: list[_Operation], *what: Hashable
     ) -> _Operation:
         """A worker's part of a collective in the stream of a communicator."""
-        return _Operation(item, worker, self._stream_of[group], needs, [(group, *what)])
+        return _Operation(item, worker, self._stream_of[group], needs, [(group, *what)], COLLECTIVE_CTAS)
 
     def _num_shards(self, node: int) -> int:
         return self._program.num_shards[self._program.nodes[node].module]

@@ -31,14 +31,15 @@ def ranks_of_nodes(program: Program) -> list[tuple[int, ...]]:
     return [tuple(of_node) for of_node in ranks]
 
 
-def rank_groups(program: Program) -> dict[tuple[str, str], RankGroups]:
+def rank_groups(program: Program, *, is_tied: bool = True) -> dict[tuple[str, str], RankGroups]:
     """The groups of a program by purpose and module:
 
     - `tensor`: the ranks that carry a node together, where there are several.
     - `replicas`: the ranks that hold the same part of the same stage.
     - `shards`: the replicas that share one copy of a stage's parameters, where they do.
     - `copies`: the replicas with the same share of the parameters, where there are several copies.
-    - `ends`: the two ends of the LLM's pipeline in each replica, where they are on different ranks.
+    - `ends`: the two ends of the LLM's pipeline in each replica, where they are on different ranks and the LLM's head
+      is tied to its embedding (`is_tied`).
     """
     ranks, found = ranks_of_nodes(program), {}
     for module, num_shards in program.num_shards.items():
@@ -53,7 +54,7 @@ def rank_groups(program: Program) -> dict[tuple[str, str], RankGroups]:
         found["replicas", module] = replicas
         found["shards", module] = rows if num_shards > 1 else []
         found["copies", module] = columns if 1 < num_shards < len(replicas[0]) else []
-        if module == "llm":
+        if module == "llm" and is_tied:
             ends = zip(of_stage[0], of_stage[max(of_stage)], strict=True)
             found["ends", module] = [
                 pair for first, last in ends if first != last for pair in zip(first, last, strict=True)

@@ -166,6 +166,7 @@ def build_rank_model(
     hf_config = runtime.make_config(
         spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
     )
+    assert spec.has_tied_head or not hf_config.tie_word_embeddings, "the ends of a pipeline would have no group"
     runtime.check_targets(spec, hf_config, config.model.trained)
     checkpoint, weights = (
         Path(folder) if folder else None for folder in (config.model.path, config.model.weights or config.model.path)

@@ -47,7 +47,7 @@ class Topology:
     - `tensor`: the ranks that carry the node together, including this one (its tp group).
     - `replicas`: the group of the ranks that hold the same part of the same stage (its dp group).
     - `sharers`: the node's replicas, only if they shard its parameters.
-    - `tied`: the two ends of the LLM's pipeline, only for the nodes at these ends.
+    - `tied`: the two ends of the LLM's pipeline, only for the nodes at these ends, and where they have a group.
     """
 
     rank: int
@@ -78,12 +78,12 @@ class Topology:
         return ", ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in nodes)
 
 
-def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype) -> Topology:
-    """Join the process group that torchrun's environment describes, and find this rank's place in the program; every
-    rank must call this."""
+def join_world(plan: Plan, program: Program, device_kind: str, dtype: torch.dtype, *, is_tied: bool = True) -> Topology:
+    """Join the process group that torchrun's environment describes, and find this rank's place in the program
+    (`place_in_world`); every rank must call this."""
     device, store = join_group(device_kind)
     assert dist.get_world_size() == plan.world_size, f"{dist.get_world_size()} processes for {plan.world_size} ranks"
-    return place_in_world(program, device, dtype, store)
+    return place_in_world(program, device, dtype, store, is_tied=is_tied)
 
 
 def join_group(device_kind: str) -> tuple[torch.device, dist.Store]:
@@ -100,14 +100,17 @@ def place_in_world(
     device: torch.device,
     dtype: torch.dtype,
     store: dist.Store,
+    *,
+    is_tied: bool = True,
 ) -> Topology:
-    """This rank's place in a program, with its groups; every rank of the default process group must call this."""
+    """This rank's place in a program, with its groups; every rank of the default process group must call this. Where
+    the LLM's head is not tied to its embedding (`is_tied`), the ends of its pipeline need no group."""
     rank = dist.get_rank()
     worker = worker_of(program.workers, rank)
     links = make_links(program, worker, device, dtype, GROUP_TIMEOUT)
     nodes, ranks = program.workers[worker].nodes, ranks_of_nodes(program)
     maker = GroupMaker(device)
-    groups = {purpose: (of_all, maker.own(of_all)) for purpose, of_all in rank_groups(program).items()}
+    groups = {purpose: (of_all, maker.own(of_all)) for purpose, of_all in rank_groups(program, is_tied=is_tied).items()}
     module_of = {node: program.nodes[node].module for node in nodes}
     return Topology(
         rank=rank,

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from dflop.base import UserError, printable
 from dflop.base.local_device import device_name
 from dflop.config import Config
+from dflop.models import load_model_spec
 from dflop.models.attention import kernel_name
 from dflop.models.compilation import compiles_layers
 from dflop.models.compile_log import compiled_so_far
@@ -73,7 +74,8 @@ class Trainer:
         self.plan = load_plan(files.plan)
         program = make_program(self.plan, config.model.trained, rank=int(os.environ["RANK"]))
         dtype = COMPUTES_IN[config.train.precision]
-        self.topology = join_world(self.plan, program, config.cluster.device, dtype)
+        is_tied = load_model_spec(config.model).has_tied_head
+        self.topology = join_world(self.plan, program, config.cluster.device, dtype, is_tied=is_tied)
         world = self.topology
         compiled = self.compiled = compiled_so_far()
         self.watch = PeerWatch(

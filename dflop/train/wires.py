@@ -7,15 +7,12 @@ import torch
 import torch.distributed as dist
 
 from dflop.step import Program
+from dflop.step.communicators import MESSAGE_CTAS
 from dflop.step.receiving import receiver_on
 from dflop.step.routes import channels_of, lanes_of, make_routes
 from dflop.step.run import Links, Wire
 
 __all__ = ["make_links"]
-
-# Thread blocks of a message on a GPU, each of which holds an SM while the message waits. Two of NVLink's channels carry
-# some 40 GB/s; a network card is slower.
-_MOST_CTAS = 4
 
 
 def make_links(program: Program, worker: int, device: torch.device, dtype: torch.dtype, timeout: timedelta) -> Links:
@@ -56,6 +53,6 @@ def _group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
         return dist.new_group(timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    options.config.max_ctas = _MOST_CTAS
+    options.config.max_ctas = MESSAGE_CTAS
     # With the device of `init_process_group`, the communicator is made at once: an operation of few ranks may be first.
     return dist.new_group(timeout=timeout, pg_options=options)

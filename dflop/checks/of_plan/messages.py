@@ -1,7 +1,10 @@
 """Whether all messages of a plan's step end on GPUs, and over how many communicators a rank sends them."""
 
 from dflop.checks.of_plan import PlanToCheck
+from dflop.models import load_model_spec
 from dflop.step import check_program, make_program, num_communicators
+from dflop.step.check import FEWEST_SMS
+from dflop.step.communicators import MESSAGE_CTAS
 
 __all__ = ["check"]
 
@@ -16,7 +19,8 @@ def check(asked: PlanToCheck) -> str:
         ValueError: where a rank would wait for ever.
     """
     plan, trained, communicator_bytes = asked.plan, asked.config.model.trained, asked.costs.communicator_bytes
-    program, count = make_program(plan, trained, rank=0), num_communicators(plan)
+    program = make_program(plan, trained, rank=0)
+    count = num_communicators(plan, is_tied=load_model_spec(asked.config.model).has_tied_head)
     had = f"{count} communicators a rank"
     if communicator_bytes:  # costs of GPUs
         had += f" with {count * communicator_bytes / 2**30:.3g} GiB"
@@ -24,4 +28,7 @@ def check(asked: PlanToCheck) -> str:
     if num_messages > _MOST_MESSAGES:
         return f"{had}; {num_messages:,} messages a step, too many to follow here"
     check_program(plan, make_program(plan, trained), trained)
-    return f"{had}; all {num_messages:,} messages of a step end, even if all streams of a GPU shared one queue"
+    return (
+        f"{had}; all {num_messages:,} messages of a step end, even if all streams of a GPU shared one queue; on "
+        f"{FEWEST_SMS} SMs computing fits beside those that wait, with {MESSAGE_CTAS} SMs for each channel"
+    )

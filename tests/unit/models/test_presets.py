@@ -218,6 +218,7 @@ def test_the_spec_of_a_preset_has_the_sizes_of_its_config(family, name):
     spec = FAMILIES[family].make_spec(name, FAMILIES[family].presets[name], {})
     config = config_of(family, name)
     assert (spec.family, spec.name) == (family, name)
+    assert spec.has_tied_head or not config.tie_word_embeddings
     assert [module.name for module in spec.modules] in (["vision", "llm"], ["vision", "audio", "llm"])
     for module in spec.modules:
         part = config.text_config if module.name == "llm" else getattr(config, f"{module.name}_config")

@@ -165,7 +165,7 @@ def test_a_config_that_does_not_say_whether_the_head_is_the_embedding_leaves_it_
         checkpoint("model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "model-1-of-1.safetensors")})
     save_file({name: torch.zeros(1) for name in names}, folder / "model-1-of-1.safetensors")
     spec = load_model_spec(ModelConfig(family="internvl", path=str(folder)))
-    assert spec.hf_config.get("tie_word_embeddings", True) == (not has_head)
+    assert spec.has_tied_head == (not has_head)
 
 
 def test_a_feature_of_another_layer_is_refused(checkpoint):

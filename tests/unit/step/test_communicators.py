@@ -5,6 +5,7 @@ from collections import defaultdict
 import pytest
 from drawn_plans import plans
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflop.plan import Grid, Plan
 from dflop.step import make_program, num_communicators
@@ -12,18 +13,25 @@ from dflop.step.routes import channels_of, make_routes
 from dflop.train.groups import rank_groups, ranks_of_nodes
 
 
-def made(plan: Plan) -> int:
+def made(plan: Plan, is_tied: bool) -> int:
     """The world's communicator, those of channels, and those of groups of several ranks."""
     program = make_program(plan, rank=0)
     channels = channels_of(program.edges, make_routes(program.workers, program.edges))
-    groups = {frozenset(groups) for groups in rank_groups(program).values() if len(groups[0]) > 1}
+    groups = {frozenset(groups) for groups in rank_groups(program, is_tied=is_tied).values() if len(groups[0]) > 1}
     return 1 + len(channels) + len(groups)
 
 
 @settings(max_examples=300)
-@given(plan=plans())
-def test_as_many_are_counted_as_are_made(plan):
-    assert num_communicators(plan) == made(plan)
+@given(plan=plans(), is_tied=st.booleans())
+def test_as_many_are_counted_as_are_made(plan, is_tied):
+    assert num_communicators(plan, is_tied=is_tied) == made(plan, is_tied)
+
+
+def test_the_ends_of_a_pipeline_have_a_communicator_only_where_they_share_a_tied_head():
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=6, pp=3, rank_offset=2))
+    plan = Plan(placement="disjoint", grids=grids, num_microbatches=3)
+    assert num_communicators(plan, is_tied=True) == num_communicators(plan, is_tied=False) + 1
+    assert ("ends", "llm") not in rank_groups(make_program(plan, rank=0), is_tied=False)
 
 
 @settings(max_examples=100)

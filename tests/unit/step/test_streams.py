@@ -5,12 +5,13 @@ import random
 
 import pytest
 from drawn_plans import orders, plans
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflop.plan import Grid, Plan
 from dflop.plan.trained import TrainedSet
-from dflop.step import Instruction, Op, make_program
+from dflop.step import Instruction, Op, make_program, streams
+from dflop.step.check import FEWEST_SMS
 from dflop.step.routes import channels_of, make_routes
 from dflop.step.streams import unfinished
 
@@ -30,18 +31,50 @@ def drawn_messages(program, seed: int, share: float):
     return has_message
 
 
-@settings(max_examples=120)
-@given(
-    order=orders(),
-    num_queues=st.sampled_from(QUEUES),
-    seed=st.integers(0, 99),
-    share=st.sampled_from([0.0, 0.3, 1.0]),
-    is_tied=st.booleans(),
-)
-def test_every_program_ends(order, num_queues, seed, share, is_tied):
+def assert_ends(order, num_queues, num_sms, seed, share, is_tied):
+    """`num_queues` or `num_sms` are few; of bridges' messages this `share` has anything to send."""
     plan, frozen, slots = order
     program = make_program(plan, TrainedSet(frozen), slots)
-    assert unfinished(program, num_queues, drawn_messages(program, seed, share), is_tied=is_tied) == {}
+    has_message = drawn_messages(program, seed, share)
+    assert unfinished(program, num_queues, has_message, is_tied=is_tied, num_sms=num_sms) == {}
+
+
+ANY_CASE = {
+    "num_queues": st.sampled_from(QUEUES),
+    "num_sms": st.sampled_from([None, FEWEST_SMS]),
+    "seed": st.integers(0, 99),
+    "share": st.sampled_from([0.0, 0.3, 1.0]),
+    "is_tied": st.booleans(),
+}
+
+
+@settings(max_examples=120)
+@given(order=orders(), **ANY_CASE)
+def test_every_program_ends(order, num_queues, num_sms, seed, share, is_tied):
+    assert_ends(order, num_queues, num_sms, seed, share, is_tied)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(order=orders(most_ranks=1024), **ANY_CASE)
+def test_every_program_of_up_to_1024_ranks_ends(order, num_queues, num_sms, seed, share, is_tied):
+    assert_ends(order, num_queues, num_sms, seed, share, is_tied)
+
+
+def test_a_program_of_1024_ranks_ends():
+    grids = (Grid(module="vision", num_ranks=1024, tp=8), Grid(module="llm", num_ranks=1024, tp=8, pp=4))
+    order = Plan(placement="colocated", grids=grids, num_microbatches=4), ("vision",), None
+    for num_queues, num_sms in ((1, None), (None, FEWEST_SMS)):
+        assert_ends(order, num_queues, num_sms, 0, 0.3, True)
+
+
+def test_messages_of_many_thread_blocks_leave_none_for_computing(monkeypatch):
+    """So the model would find it, were the thread blocks of a message not few."""
+    program = make_program(large_plan("colocated", 16, 4, "1f1b", 1))
+    assert unfinished(program, num_sms=FEWEST_SMS) == {}
+    monkeypatch.setattr(streams, "MESSAGE_CTAS", 40)
+    assert unfinished(program) == {}
+    assert len(unfinished(program, num_sms=FEWEST_SMS)) == 16
 
 
 @settings(max_examples=100)
