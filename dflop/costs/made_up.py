@@ -58,6 +58,10 @@ class MadeUpRuns:
             media=media,
             kept_tokens=(_ALL_TOKENS,) * len(media),
         ).to(self._device, self._dtype)
+        if point.piece == "stage":
+            shape = encoder.hidden_shape(point.num_items, encoder.layers.start)
+            leaves = [] if encoder.is_first else [self._random(*shape).requires_grad_()]
+            return Run(lambda: [made] if isinstance(made := encoder(batch, *leaves), torch.Tensor) else made, leaves)
         if point.piece == "first":
             return Run(lambda: [encoder.embed(replace(batch, items=self.receive(batch.items)))], [])
         if point.piece == "whole":
@@ -88,6 +92,10 @@ class MadeUpRuns:
             target_ids=ids[targets],
         )
         features = self._random(num_tokens // 2, self._spec.feature_size).requires_grad_()
+        if point.piece == "stage":
+            shape = llm.hidden_shape(num_tokens, llm.layers.start)
+            leaf = features if llm.is_first else self._random(*shape).requires_grad_()
+            return Run(lambda: [llm(llm.embed(batch, [leaf]) if llm.is_first else leaf, batch)], [leaf])
         if point.piece == "first":
             return Run(lambda: [llm.embed(batch, [features])], [features])
         if point.piece == "whole":

@@ -53,6 +53,7 @@ from dflop.train.step_times import StepReports
 from dflop.train.stopping import StopRequest
 from dflop.train.topology import join_world
 from dflop.train.trackers import Trackers
+from dflop.train.warm_up import warm_up
 
 __all__ = ["Trainer"]
 
@@ -137,6 +138,8 @@ class Trainer:
         self.evaluation = None
         if config.data.has_evaluation:
             self.evaluation = Evaluation(config, files, self.plan, self.topology, self.model, self.works)
+        if self.topology.device.type == "cuda":
+            warm_up(self.model, evaluates=config.data.has_evaluation)
         dist.barrier(group)
         meet_peers(self.topology.links)
         self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")

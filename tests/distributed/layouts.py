@@ -34,6 +34,7 @@ from dflop.train.feed import JobStream
 from dflop.train.node_work import make_works
 from dflop.train.rank_model import RankModel, build_rank_model, forwards_that_read
 from dflop.train.topology import place_in_world
+from dflop.train.warm_up import warm_up
 
 __all__ = ["NUM_STEPS", "Precision", "check", "run_rank", "write_case", "write_expected"]
 
@@ -183,6 +184,7 @@ def check(folder: Path, name: str, variant: str, plan: Plan, precision: Precisio
     model = build_rank_model(config, plan, topology, dtype, overlaps=True)
     assert all((own.shared is not None) == plan.grid(own.node.module).gathers for own in model.nodes)
     _start_from(model, expected["start"])
+    warm_up(model, evaluates=True)  # must change nothing
     num_steps = _num_steps(name, variant)
     schedules = [
         StepSchedule.from_bytes((folder / f"{name} {variant}" / str(step)).read_bytes()) for step in range(num_steps)

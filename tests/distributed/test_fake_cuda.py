@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ from dflop.train.feed import JobStream
 from dflop.train.node_work import make_works
 from dflop.train.rank_model import build_rank_model, forwards_that_read
 from dflop.train.topology import place_in_world
+from dflop.train.warm_up import warm_up
 
 pytestmark = pytest.mark.serial
 
@@ -123,6 +125,15 @@ def _split(split_ranks, timeout):
     return dist.new_group(own[0]) if own else None
 
 
+class _Generator:
+    """In the place of `torch.Generator`, of which torch's CPU build has none of a GPU: the default one."""
+
+    def __init__(self, device): ...
+
+    def manual_seed(self, seed):
+        return None
+
+
 class _Options(FakeProcessGroup.Options):
     """In the place of `ProcessGroupNCCL.Options`, which torch's CPU build lacks."""
 
@@ -136,6 +147,7 @@ def _run(_: int, folder: Path, cases: list[str], library: Path) -> None:
     runtime.load_weights = lambda *_: None  # tensors have no values
     dist.split_group, torch.nn.Module._apply = _split, _apply
     dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)
+    torch.Generator, torch.random.fork_rng = _Generator, lambda devices: nullcontext()
     for name in cases:
         try:
             recorders = [_steps_of_rank(folder / name, PLANS[name], rank) for rank in range(PLANS[name].world_size)]
@@ -164,6 +176,8 @@ def _steps_of_rank(folder: Path, plan: Plan, rank: int) -> Recorder:
     fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
     with fake, recorder:
         model = build_rank_model(config, plan, topology, DTYPE)
+        warm_up(model, evaluates=True)
+    assert (recorder.sent, recorder.received) == ({}, {})
     assert {own.device for node in model.nodes for own in node.parameters.values()} == {GPU}
     stream = JobStream(
         SimpleNamespace(get=schedules.__getitem__),
