@@ -177,7 +177,8 @@ def inputs_of(row: Row, tables: Path, folder: Path) -> tuple[Config, ModelSpec, 
 
     planner.write_config = write_config
     planner.SHARES = row.shares
-    planner.write_artifacts(tables, folder, row.preset)
+    if not (folder / f"{row.preset}.shapes.duckdb").exists():
+        planner.write_artifacts(tables, folder, row.preset)
     return planner.read_inputs(folder, row.preset, 0, 0)
 
 

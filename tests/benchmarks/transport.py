@@ -1,6 +1,6 @@
 """How much longer a step is with messages as a GPU carries them than as the simulator prices them.
 
-    python tests/benchmarks/transport.py --shapes FOLDER [--only llava_ov_7b]
+    python tests/benchmarks/transport.py --shapes FOLDER [--only TEXT] [--artifacts FOLDER]
 
 The simulator lets a message begin when it is made. On a GPU it begins when all is made that its two ends send with it,
 and when both have ended what stood before it: messages of one place in the total order and one channel are one
@@ -8,7 +8,8 @@ operation, operations of a channel follow each other (`step.streams`), receives 
 arrived before its sender's next computation but one (`step.receiving`). Here a plan's batches are timed both ways, with
 the same seconds. *Late* is as if a receive began only when all is computed that stands before it. Plans are the fastest
 with pipelines of each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32 A100s over
-PCIe with 3 Gbit/s. FOLDER, the mix and the costs are `planner.py`'s.
+PCIe with 3 Gbit/s. FOLDER, the mix and the costs are `planner.py`'s, with fewer samples and tp of 1 and 2 alone. Costs
+take most of the time, so `--artifacts` keeps them for the next run.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import gains
 import numpy as np
+import planner
 
 from dflop.config import FixedGrid, FixedPlan, PlanConfig
 from dflop.plan import PLACEMENTS, Plan
@@ -37,24 +39,27 @@ CLUSTERS = (
 )
 MODELS = ("llava_ov_7b", "internvl_38b")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe")
-NUM_BATCHES = 4
+NUM_BATCHES, NUM_SAMPLES, TP_SIZES = 4, 16_384, (1, 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, required=True, help="a folder of tables of real shapes")
-    parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--only", default="", help="rows whose name has this text")
+    parser.add_argument("--artifacts", type=Path, help="a folder to keep costs and samples in")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.argv)}\n\n   longer      late   priced  plan", flush=True)
-    for preset in [arguments.only] if arguments.only else MODELS:
-        for cluster in CLUSTERS:
-            row = gains.Row(preset=preset, **cluster)
+    planner.NUM_SAMPLES, planner.TP_SIZES = NUM_SAMPLES, TP_SIZES
+    rows = [gains.Row(preset=preset, **cluster) for preset in MODELS for cluster in CLUSTERS]
+    with tempfile.TemporaryDirectory() as temporary:
+        for row in (row for row in rows if arguments.only in row.name):
             print(f"\n{row.name}", flush=True)
-            with tempfile.TemporaryDirectory() as name:
-                inputs = gains.inputs_of(row, arguments.shapes, Path(name))
-                for placement in PLACEMENTS:
-                    for schedule in SCHEDULES:
-                        judge(inputs, placement, schedule)
+            folder = (arguments.artifacts or Path(temporary)) / f"{row.preset} {row.device} {row.inter_gbps:g}"
+            folder.mkdir(parents=True, exist_ok=True)
+            inputs = gains.inputs_of(row, arguments.shapes, folder)
+            for placement in PLACEMENTS:
+                for schedule in SCHEDULES:
+                    judge(inputs, placement, schedule)
 
 
 def judge(inputs, placement: str, schedule: str) -> None:
