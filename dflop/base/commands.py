@@ -23,7 +23,7 @@ ROOMS = (
 )
 
 _MODEL = ("model.family", "model.preset", "model.path", "model.tokenizer")
-_TRAINED = ("model.freeze", "model.lora")
+_TRAINED = ("model.train", "model.freeze", "model.lora")
 # The config's limits on a record and its media, which decide what it becomes.
 LIMITS = (
     *("data.max_llm_tokens", "data.max_text_bytes", "data.max_image_pixels", "data.max_clip_pixels"),

@@ -37,9 +37,8 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
     config = load_for("profile-costs", configs)
     spec = load_model_spec(config.model)
     check_tp(spec, module, tp)
-    if config.model.lora:
-        runtime = load_runtime(spec.family)
-        runtime.check_targets(spec, runtime.make_config(spec, {}, 0), config.model.trained)
+    runtime = load_runtime(spec.family)
+    runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained)
     if config.costs.source == "analytic":
         _write_analytic_costs(config, spec, module, tp, out)
     else:
@@ -70,7 +69,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "tp": tp,
         "num_ranks": tp,
         "threads": 0,
-        **measured_as(config.model.trained, module),
+        **measured_as(config.model.trained.among(spec.modules), module),
         "precision": "bf16",
         "torch": "",
         "overhead_bytes": int(device.overhead_bytes),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dflop.base import UserError
 from dflop.cli.emulation import may_emulate
 from dflop.cli.options import FILE, FOLDER, config_option, load_for, meta_of, run_argument
 
@@ -53,7 +52,7 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
 def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     from dflop.base.torchrun import is_first_node
     from dflop.config import set_steps
-    from dflop.models import check_modules, check_runnable, load_model_spec, weights_digest
+    from dflop.models import check_parts, check_runnable, check_weights, load_model_spec
     from dflop.plan import load_plan
     from dflop.schedule import describe_left_out
     from dflop.schedule.service import open_evaluation, open_scheduler
@@ -63,13 +62,9 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
-    weights = config.model.weights
-    if weights and not weights_digest(Path(weights)):
-        raise UserError(
-            f"`model.weights` is {weights}, which holds no *.safetensors file; of another run they are in train/model"
-        )
+    check_weights(config.model.weights)
     spec = load_model_spec(config.model)
-    check_modules(spec, config.train.modules, "train.modules")
+    check_parts(spec, config.train.part_names)
     plan = load_plan(plan_path)
     check_plan(plan_path, plan, spec)
     loaders = planned_loaders(plan_path, plan.world_size)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, dataclass_transform
 from pydantic import ConfigDict, StrictBool, field_validator, model_validator
 
 from dflop.config import kinds
-from dflop.plan.trained import Lora, TrainedSet
+from dflop.plan.trained import Lora, TrainedSet, matches
 
 __all__ = [
     "AudioConfig",
@@ -110,17 +110,19 @@ class ModelConfig:
     path: str | None = None
     tokenizer: str | None = None
     weights: str | None = None
+    train: list[str] | None = None
     freeze: list[str] = field(default_factory=list)
     lora: LoraConfig | None = None
 
     @property
     def trained(self) -> TrainedSet:
         """What of the model is trained."""
+        parts = {"frozen": tuple(self.freeze), "named": tuple(self.train or ())}
         if self.lora is None:
-            return TrainedSet(tuple(self.freeze))
+            return TrainedSet(**parts)
         own = {item.name: getattr(self.lora, item.name) for item in fields(self.lora)}
         own |= {"modules": tuple(self.lora.modules), "targets": tuple(self.lora.targets)}
-        return TrainedSet(tuple(self.freeze), Lora(**own))
+        return TrainedSet(**parts, lora=Lora(**own))
 
 
 @_section
@@ -235,7 +237,7 @@ class ScheduleConfig:
 
 @_section
 class ModuleTraining:
-    """Settings for training one module; null takes the value that `train` has for all modules."""
+    """Settings for training one module or part; null takes the value that `train` has for all modules."""
 
     lr: kinds.AboveZero | None = None
     weight_decay: kinds.NotNegative | None = None
@@ -266,13 +268,18 @@ class TrainConfig:
     peer_timeout_s: kinds.AboveZero = 60.0
     tensorboard: kinds.Switch = "auto"
 
-    def of_module(self, name: str) -> tuple[float, float]:
-        """A module's learning rate and weight decay."""
-        training = self.modules.get(name, ModuleTraining())
-        return (
-            self.lr if training.lr is None else training.lr,
-            self.weight_decay if training.weight_decay is None else training.weight_decay,
-        )
+    @property
+    def part_names(self) -> dict[str, str]:
+        """The names of parts in `modules`, by their keys."""
+        return {f"train.modules.{name}": name for name in self.modules}
+
+    def of_part(self, name: str) -> tuple[float, float]:
+        """Learning rate and weight decay of a parameter with this plain name (`plan.trained`): of the patterns in
+        `modules` that name it, the last one counts."""
+        given = [own for pattern, own in self.modules.items() if matches(pattern, name)]
+        lr = next((own.lr for own in reversed(given) if own.lr is not None), self.lr)
+        decays = (own.weight_decay for own in reversed(given) if own.weight_decay is not None)
+        return lr, next(decays, self.weight_decay)
 
 
 @_section

@@ -11,7 +11,7 @@ from dflop.costs.link_model import Link, LinkModel, fit_links, measured_communic
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
-from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, stage_kinds
+from dflop.costs.stage_kind import ALL_PARTS, KEPT_PARTS, PARTS, StageKind, as_tabled, stage_kinds
 from dflop.costs.stage_memory import Resident, StageMemory, resident_parts
 from dflop.models.loads import Loads
 
@@ -25,6 +25,7 @@ BEYOND_MEASURED = (
 __all__ = [
     "ALL_PARTS",
     "BEYOND_MEASURED",
+    "KEPT_PARTS",
     "NO_WORKING_BYTES",
     "PARTS",
     "CostModel",

@@ -7,6 +7,7 @@ does, so that `fit_costs` and everything after it treat both alike.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -118,7 +119,30 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
                     **{"pass": pl.lit(direction)},
                 )
             )
-    return AnalyticPoints(pl.concat(frames), stage.parameter_sizes())
+    passing = _passing_shares(stage, device, frame, counted_loads) if stage.has_passing else (None, None)
+    return AnalyticPoints(pl.concat(frames), stage.parameter_sizes(passing))
+
+
+def _passing_shares(
+    stage: CountedStage, device: DeviceModel, frame: pl.DataFrame, counted_loads: tuple[int, ...]
+) -> tuple[float, float]:
+    """Of a layer that passes gradients on: its backward and what it keeps, as shares of a trained layer's, at the
+    median over the points."""
+    seconds, kept = [], []
+    for context in (nullcontext, stage.stage.layers_passing):
+        of_depths = []
+        for depth in (1, 2):
+            with context():
+                runs = [
+                    stage.run(_point("layers", depth, False, **{stage.main_load: load, "num_targets": 1}))
+                    for load in counted_loads
+                ]
+            counts = _InterpolatedCounts(runs, stage, frame, np.array(counted_loads, dtype=float))
+            of_depths.append((_seconds(counts, "backward", stage, device), counts.at_points("saved_bytes")))
+        (one_s, one_kept), (two_s, two_kept) = of_depths
+        seconds.append(two_s - one_s)
+        kept.append(two_kept - one_kept)
+    return float(np.median(seconds[1] / seconds[0])), float(np.median(kept[1] / kept[0]))
 
 
 def _points_of(stage: CountedStage) -> tuple[list[dict[str, int]], tuple[int, ...]]:

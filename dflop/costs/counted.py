@@ -7,6 +7,7 @@ in bf16 and gradients in fp32. There are no other ranks, only torch's `fake` pro
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import polars as pl
 import torch
@@ -84,6 +85,7 @@ class CountedStage:
         # Whether all positions are in one row, and whether items attend to each other in runs.
         self.is_packed = module == "llm" or runtime.packs_media
         self.has_runs = module != "llm" and runtime.make_up_media(spec, module, 1).sum_sq_items > 0
+        self._trained = trained.among(spec.modules)
         spec = runtime.with_depth(spec, module, depth)
         placeholders = ("image", "video", "audio", *spec.rules.special_tokens)
         config = runtime.make_config(spec, {name: place for place, name in enumerate(placeholders)}, 0)
@@ -91,7 +93,7 @@ class CountedStage:
             config, module, layers=range(depth), seed=0, ranks=ranks, is_empty=True, trained=trained
         )
         change(self.stage)
-        self.stage.train_parts(trained.parts_measured_as_trained(module)).train()
+        self.stage.train_those(partial(self._trained.is_measured_as_trained, module)).train()
         compute_in(self.stage, dtype)
         self._fuser = Fuser()
         if is_compiled:
@@ -136,6 +138,11 @@ class CountedStage:
         """For how many targets an LLM's head holds logits at a time."""
         return self.stage.hf.lm_head.num_at_once
 
-    def parameter_sizes(self) -> pl.DataFrame:
+    @property
+    def has_passing(self) -> bool:
+        """Whether the module has frozen layers among trained ones with a backward."""
+        return self._trained.ways(self.module).has_passing
+
+    def parameter_sizes(self, passing: tuple[float | None, float | None] = (None, None)) -> pl.DataFrame:
         """As `Bench.parameter_sizes`."""
-        return parameter_sizes(self.stage, self.module, self.tp)
+        return parameter_sizes(self.stage, self.module, self.tp, self._trained, passing)

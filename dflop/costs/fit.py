@@ -138,20 +138,26 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         own = points.filter(pl.col("module") == module, **layout._asdict())
         bounds = [_bounds(own if feature == "num_targets" else layers, feature) for feature in FEATURES]
         ranges[module, layout, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
-    sizes, adapters = (
+    sizes, partial = (
         {
             (row["module"], LayoutKey.of_row(row), row["part"]): row.get(column) or 0.0
             for row in parameters.iter_rows(named=True)
         }
         for column in ("parameter_bytes", "adapter_bytes")
     )
+    passing = {
+        (row["module"], LayoutKey.of_row(row)): (row["passing_backward"], row["passing_kept"])
+        for row in parameters.iter_rows(named=True)
+        if row.get("passing_backward") is not None
+    }
     nothing_of_stages = {(module, layout, "stage"): 0.0 for module, layout, _ in ranges}
     return CostModel(
         times=times,
         activations=activations,
         transients=transients,
         parameter_bytes=sizes | nothing_of_stages,
-        adapter_bytes=adapters | nothing_of_stages,
+        partial_bytes=partial | nothing_of_stages,
+        passing=passing,
         ranges=ranges,
         source=source,
     )
@@ -235,7 +241,8 @@ def fit_costs(
     memory = [
         _row(key, fit, "bytes")
         | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
-        | {"adapter_bytes": model.adapter_bytes.get(key[:3], 0.0)}
+        | {"adapter_bytes": model.partial_bytes.get(key[:3], 0.0)}
+        | dict(zip(("passing_backward", "passing_kept"), model.passing.get(key[:2], (None, None)), strict=True))
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
         for key, fit in fits.items()
     ]

@@ -48,8 +48,12 @@ class FittedCosts:
     activations: dict[tuple[str, LayoutKey, str, bool], Coefficients]
     transients: dict[tuple[str, LayoutKey, str, bool], Coefficients]
     parameter_bytes: dict[tuple[str, LayoutKey, str], float]
-    # Of `parameter_bytes`, those of adapters.
-    adapter_bytes: dict[tuple[str, LayoutKey, str], float] = field(default_factory=dict)
+    # Of `parameter_bytes`, those that are trained where a part is trained in part, such as adapters. The tables' column
+    # is called `adapter_bytes`.
+    partial_bytes: dict[tuple[str, LayoutKey, str], float] = field(default_factory=dict)
+    # Of a frozen layer that passes gradients on between trained ones, by (module, layout): its backward and what it
+    # keeps, as shares of those of a trained layer, found at one size. Without them it counts as a trained one.
+    passing: dict[tuple[str, LayoutKey], tuple[float, float]] = field(default_factory=dict)
     # By (module, layout, checkpointing).
     ranges: dict[tuple[str, LayoutKey, bool], LoadRange] = field(default_factory=dict)
     # Bytes that a process holds beside its tensors, and bytes that its allocator reserves without using them, as a
@@ -94,7 +98,12 @@ class FittedCosts:
             activations=kept,
             transients=passing,
             parameter_bytes=parameters,
-            adapter_bytes={_key(row)[:3]: row.get("adapter_bytes") or 0.0 for row in memory},
+            partial_bytes={_key(row)[:3]: row.get("adapter_bytes") or 0.0 for row in memory},
+            passing={
+                _key(row)[:2]: (row["passing_backward"], row["passing_kept"])
+                for row in memory
+                if row.get("passing_backward") is not None
+            },
             ranges=ranges,
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
@@ -142,14 +151,15 @@ class FittedCosts:
             "precision": config.train.precision,
             "device_model": config.cluster.device_model,
         }
-        wanted |= {module.name: config.model.trained.measured_as(module.name) for module in spec.modules}
+        trained = config.model.trained.among(spec.modules)
+        wanted |= {module.name: trained.measured_as(module.name) for module in spec.modules}
         for key, value in wanted.items():
             if (own := self.made_for.get(key, value)) != value:
                 what = f"`{key}` {own!r}, and the config has {value!r}"
                 if key == "model":
                     what = "another model"
                 elif key not in _MADE_FOR:
-                    what = f"{key} as {own}, and by `model.freeze` and `model.lora` it is {value}"
+                    what = f"{key} as {own}, and by `model.train`, `model.freeze` and `model.lora` it is {value}"
                 raise UserError(
                     f"the costs are of {what}; run `dflop profile-costs` and `dflop fit-costs` again with this config"
                 )

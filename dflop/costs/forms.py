@@ -90,7 +90,7 @@ def totals_at(forward, backward, counts, loads):
     """
     _, num_kinds, num_forms = counts.shape
     totals, each = np.zeros((2, num_kinds, loads.shape[1])), np.zeros((2, num_forms))
-    is_used = np.array([counts[0, :, form].any() for form in range(num_forms)])
+    is_used = np.array([counts[:, :, form].any() for form in range(num_forms)])
     for microbatch in range(loads.shape[1]):
         if loads[0, microbatch] == 0 and loads[1, microbatch] == 0:
             continue

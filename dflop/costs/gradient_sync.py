@@ -42,17 +42,17 @@ def hidden_sync_shares(
     layer and of the embedding before it. A layer's parameters come back while the layers before it compute. Those of
     the first layer and those outside of layers come before that, and are waited for.
     """
-    if not kind.trained.layers_have_backward(kind.module):  # nothing is computed behind the projector's gradients
-        return HiddenShares(0.0 * num_shards, 0.0 * num_shards)
-    of_part = costs.trained_bytes(kind.module, kind.layout, kind.trained)
-    layer, first = of_part["layer"], of_part["first"]
     whole, _ = costs.trained_and_frozen_bytes(kind)
-    if not whole:  # a frozen LLM
+    # A stage without trained weights, or one where nothing is computed behind the projector's gradients.
+    if not whole or kind.ways.num_still == kind.num_layers:
         return HiddenShares(0.0 * num_shards, 0.0 * num_shards)
+    of_part, layer = costs.trained_bytes(kind), 0.0
+    if num_trained := kind.num_layers - kind.ways.num_frozen:
+        layer = (whole - of_part["first"] - of_part["last"]) / num_trained
     there_bytes, back_bytes = _moved_bytes(value_bytes, num_shards)
     summed = (there_bytes + (num_shards > 1) * back_bytes) / (there_bytes + back_bytes)
-    early = summed * (1 - (layer + first * kind.is_first) / whole)
-    return HiddenShares(early=early, late=(1 - summed) * max(0, kind.num_layers - 1) * layer / whole)
+    early = summed * (1 - (layer + of_part["first"]) / whole)
+    return HiddenShares(early=early, late=(1 - summed) * max(0, num_trained - 1) * layer / whole)
 
 
 def _moved_bytes(value_bytes: int, num_shards: int | np.ndarray) -> tuple[float, float | np.ndarray]:

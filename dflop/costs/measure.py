@@ -6,9 +6,12 @@ layers, its head, or all of them together. Microbatches are made up, but packed 
 
 import ctypes
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +21,7 @@ import torch.distributed as dist
 
 from dflop.base.process_memory import available_bytes, process_bytes
 from dflop.costs.clocks import keep_busy
-from dflop.costs.design import Point
+from dflop.costs.design import LoadBounds, Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.costs.parameter_sizes import parameter_sizes
@@ -67,7 +70,7 @@ class Bench:
         self.tp, self._group = ranks.size, ranks.group
         check_tp(spec, module, ranks.size)
         dtype = COMPUTES_IN[precision]
-        runtime = load_runtime(spec.family)
+        runtime, self._set = load_runtime(spec.family), trained.among(spec.modules)
         spec = runtime.with_depth(spec, module, depth)
         self.stage = runtime.build_stage(
             runtime.make_config(spec, placeholder_ids, vocab_size),
@@ -80,7 +83,7 @@ class Bench:
             ranks=ranks,
             trained=trained,
         )
-        self.stage.train_parts(trained.parts_measured_as_trained(module))
+        self.stage.train_those(partial(self._set.is_measured_as_trained, module))
         if is_compiled:
             compile_layers(self.stage)
         compute_in(self.stage, dtype)
@@ -129,9 +132,29 @@ class Bench:
             for direction, taken in zip(("forward", "backward"), seconds, strict=True)
         ]
 
-    def parameter_sizes(self) -> pl.DataFrame:
-        """The parameters' bytes of each part (`parameter_sizes.py`)."""
-        return parameter_sizes(self.stage, self.module, self.tp)
+    def parameter_sizes(self, bounds: LoadBounds | None = None) -> pl.DataFrame:
+        """The parameters' bytes of each part (`parameter_sizes.py`). Where frozen layers lie among trained ones, what
+        they take is measured, on a microbatch in the middle of the bounds."""
+        passing = self._passing_shares(bounds or LoadBounds()) if self._set.ways(self.module).has_passing else None
+        return parameter_sizes(self.stage, self.module, self.tp, self._set, passing or (None, None))
+
+    def _passing_shares(self, bounds: LoadBounds) -> tuple[float, float]:
+        """Of layers that pass gradients on: their backward and what they keep, as shares of trained layers'."""
+        is_llm = self.module == "llm"
+        tokens = min(int(math.sqrt(math.prod(bounds.num_tokens))), bounds.segment_tokens[1])
+        sizes = {"segments": (tokens,)} if is_llm else {"num_items": int(math.sqrt(math.prod(bounds.num_items)))}
+        self.stage.layers = range(self.depth)
+        self.stage.set_recomputed(0)
+        run = self._runs.make(Point("layers", self.depth, False, **sizes))
+        kept_bytes, backward_s = ([], []), ([], [])
+        for _ in range(_MOST_RUNS):
+            for place, context in enumerate((nullcontext, self.stage.layers_passing)):
+                with context():
+                    if not kept_bytes[place]:
+                        kept_bytes[place].append(self._bytes(run)[0])
+                    backward_s[place].append(self._slowest(self._timed(run))[1])
+        (trained_s, passing_s), (trained, passing) = map(statistics.median, backward_s), (own[0] for own in kept_bytes)
+        return min(1.0, passing_s / trained_s), min(1.0, passing / max(1, trained))
 
     def room_bytes(self) -> float:
         """Bytes that the microbatches of a rank may take, the least over all ranks. Ranks on CPUs share the memory."""

@@ -18,7 +18,7 @@ POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 _SUFFIXES = (".parquet", ".parameters.parquet", ".device.parquet")
 _COLUMNS = (
     (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
-    ("module", "tp", "part", "parameter_bytes", "adapter_bytes", "targets_at_once"),
+    ("module", "tp", "part", "parameter_bytes", "adapter_bytes", "targets_at_once", "passing_backward", "passing_kept"),
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
         *("is_frozen", "adapters", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds"),
@@ -31,7 +31,7 @@ _ADDED = {
     "sm_mhz_before": pl.Float64,
     "sm_mhz_after": pl.Float64,
     "adapters": pl.String,
-    "adapter_bytes": pl.Float64,
+    **dict.fromkeys(("adapter_bytes", "passing_backward", "passing_kept"), pl.Float64),
 }
 
 
@@ -93,7 +93,7 @@ def read_measured(paths: Sequence[Path]) -> Measured:
 def measured_as(trained: TrainedSet, module: str) -> dict[str, bool | str | None]:
     """The columns of the row about the device that say in which way the module was measured."""
     own = trained.measured_as(module)
-    return {"is_frozen": own == "frozen", "adapters": own if trained.adapts(module) else None}
+    return {"is_frozen": own == "frozen", "adapters": None if own in ("frozen", "trained") else own}
 
 
 def require_parquet(path: Path) -> None:

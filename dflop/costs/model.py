@@ -15,7 +15,7 @@ from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, count
 from dflop.costs.stage_memory import StageMemory, memories_of_kinds, memory_of_parts
 from dflop.models.loads import Coefficients, Loads
 from dflop.plan.layout_key import LayoutKey
-from dflop.plan.trained import TrainedSet
+from dflop.plan.trained import WHOLE
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
@@ -68,8 +68,11 @@ class CostModel(FittedCosts):
         # Keep this order of the sum: another order rounds differently, and so breaks ties between samples differently.
         total = np.zeros(np.shape(loads.num_items))
         for part, times in kind.parts:
-            for forms in (forward, backward) if part in goes_back else (forward,):
-                total += times * forms[part].without_const(least=least)(loads)
+            total += times * forward[part].without_const(least=least)(loads)
+            if back := goes_back.pop(part, 0):
+                total += back * backward[part].without_const(least=least)(loads)
+        for part, times in goes_back.items():  # layers that pass gradients on
+            total += times * backward[part].without_const(least=least)(loads)
         return total
 
     def part_forms(self, module: str, layout: LayoutKey) -> tuple[dict[str, Coefficients], ...]:
@@ -77,10 +80,14 @@ class CostModel(FittedCosts):
         if (module, layout) not in self._parts:
             self.require(module, layout)
             keys = {part: (module, layout, *as_tabled(part)) for part in ALL_PARTS}
-            self._parts[module, layout] = tuple(
+            forward, backward = (
                 {part: self.times[*key, direction] for part, key in keys.items()}
                 for direction in ("forward", "backward")
             )
+            share, _ = self.passing.get((module, layout), (1.0, 1.0))
+            backward["passing_layer"] = share * backward["layer"]
+            backward["recomputed_passing_layer"] = forward["layer"] + backward["passing_layer"]
+            self._parts[module, layout] = forward, backward
         return self._parts[module, layout]
 
     def stage_memory(
@@ -113,19 +120,22 @@ class CostModel(FittedCosts):
 
     def trained_and_frozen_bytes(self, kind: StageKind) -> tuple[float, float]:
         """`stage_parameter_bytes` divided into those that have gradients and those that have none."""
-        of_part = self.trained_bytes(kind.module, kind.layout, kind.trained)
-        trained_bytes = kind.total({part: of_part[as_tabled(part)[0]] for part, _ in kind.parts})
+        trained_bytes = sum(self._unit_bytes(kind, part, way) * count for part, way, count in kind.trained_units())
         return trained_bytes, self.stage_parameter_bytes(kind) - trained_bytes
 
-    def trained_bytes(self, module: str, layout: LayoutKey, trained: TrainedSet) -> dict[str, float]:
-        """Bytes in fp32 of the parameters that have gradients, of one unit of each of `PARTS`: all, none, or those of
-        adapters."""
-        self.require(module, layout)
-        parts, own = trained.parts(module), self.adapter_bytes if trained.adapts(module) else {}
-        return {
-            part: self.parameter_bytes[module, layout, part] if part in parts else own.get((module, layout, part), 0.0)
-            for part in PARTS
-        }
+    def trained_bytes(self, kind: StageKind) -> dict[str, float]:
+        """Bytes in fp32 of the parameters that have gradients, of one unit of each of `PARTS`. Where layers are trained
+        in different ways, it is the layer with the most."""
+        self.require(kind.module, kind.layout)
+        most = dict.fromkeys(PARTS, 0.0)
+        for part, way, _ in kind.trained_units():
+            most[part] = max(most[part], self._unit_bytes(kind, part, way))
+        return most
+
+    def _unit_bytes(self, kind: StageKind, part: str, way: str) -> float:
+        """Bytes in fp32 of the parameters that have gradients, of one unit that is trained in this way."""
+        of_part = self.parameter_bytes if way == WHOLE else self.partial_bytes
+        return of_part.get((kind.module, kind.layout, part), 0.0)
 
     def _packed_memory(
         self, module: str, layout: LayoutKey, working_bytes: Mapping[str, float]
@@ -143,10 +153,11 @@ class CostModel(FittedCosts):
         """What each of `ALL_PARTS` keeps of a microbatch, and what it needs on top while it computes."""
         self.require(module, layout)
         keys = {part: (module, layout, *as_tabled(part)) for part in ALL_PARTS}
-        return (
-            {part: self.activations[key] for part, key in keys.items()},
-            {part: self.transients[key].raised_by(working_bytes[as_tabled(part)[0]]) for part, key in keys.items()},
-        )
+        kept = {part: self.activations[key] for part, key in keys.items()}
+        _, share = self.passing.get((module, layout), (1.0, 1.0))
+        kept["passing_layer"] = share * kept["layer"]
+        on_top = {part: self.transients[key].raised_by(working_bytes[as_tabled(part)[0]]) for part, key in keys.items()}
+        return kept, on_top
 
 
 def _about(kinds: Sequence[StageKind]) -> tuple[str, LayoutKey]:

@@ -85,7 +85,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
         time_budget_s=config.costs.time_budget_s,
         room_bytes=bench.room_bytes(),
     )
-    parameters, mhz_before = bench.parameter_sizes(), sm_mhz(device)
+    parameters, mhz_before = bench.parameter_sizes(bounds), sm_mhz(device)
     rows: list[dict[str, Any]] = []
     started, spent = time.monotonic(), Stopwatch()  # compiling would leave little of the budget for measuring
     budget_s, failure = config.costs.time_budget_s, None
@@ -141,7 +141,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "torch": torch.__version__,
         "num_ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
-        **measured_as(config.model.trained, request["module"]),
+        **measured_as(config.model.trained.among(load_model_spec(config.model).modules), request["module"]),
         "overhead_bytes": overhead_bytes,
         "communicator_bytes": _communicator_bytes(config),
         "allocator_share": allocator_share,

@@ -98,16 +98,17 @@ class ShardedPass:
 def sharded_passes(kind: StageKind, moving: Moving, *, is_hidden: bool = True) -> tuple[ShardedPass, ShardedPass]:
     """Forward and backward of a module of one stage. Backward ends at the last part that has one.
 
-    `is_hidden` is whether devices compute while they communicate. The backward begins with the unit that the forward
+    `is_hidden` is whether devices compute while they communicate. Where some layers are trained and others are not, all
+    are taken to sum as many gradients as the layer with the most. The backward begins with the unit that the forward
     ended with. This unit is taken to be still gathered, since backward is taken to follow shortly after forward.
     """
-    forward, backward = _units(kind.num_layers, kind.num_recomputed)
-    parts, goes_back = dict(kind.parts_with_backward), kind.trained.parts_with_backward(kind.module)
-    if "layer" not in goes_back:
-        backward = [_Units(part, (), count) for part, count in parts.items()]
+    forward, backward = _units(kind.num_layers, kind.num_recomputed, tuple(kind.layers_with_backward))
+    goes_back = dict(kind.parts_with_backward)
+    if kind.ways.num_still == kind.num_layers:
+        backward = [_Units(part, (), count) for part, count in goes_back.items()]
     elif "first" not in goes_back:
         backward = [unit for unit in backward if unit.part != "first"]
-    ends_with = next((unit for unit in _UNITS if unit in goes_back), "last")
+    ends_with = "first" if "first" in goes_back else "last" if kind.ways.num_still == kind.num_layers else "layer"
     return (
         _pass(moving, ("gather_s", "first"), forward, is_hidden),
         _pass(moving, ("reduce_s", ends_with), backward, is_hidden),
@@ -115,14 +116,16 @@ def sharded_passes(kind: StageKind, moving: Moving, *, is_hidden: bool = True) -
 
 
 @lru_cache(maxsize=1024)
-def _units(num_layers: int, num_recomputed: int) -> tuple[list[_Units], list[_Units]]:
-    """The units of forward and backward in order."""
+def _units(num_layers: int, num_recomputed: int, goes_back: tuple[str, ...]) -> tuple[list[_Units], list[_Units]]:
+    """The units of forward and backward in order. The last layers go back, as these parts."""
     units = ["first", *["layer"] * num_layers, "last"]
-    parts = ["first", *["recomputed_layer"] * num_recomputed, *["layer"] * (num_layers - num_recomputed), "last"]
-    forward = [(part, (("gather_s", behind),)) for part, behind in zip(parts, units[1:], strict=False)]
+    num_still = num_layers - len(goes_back)
+    parts = ["first", *["layer"] * num_still, *goes_back, "last"]
+    of_forward = [part.replace("passing_", "") for part in parts]  # a forward is the same
+    forward = [(part, (("gather_s", behind),)) for part, behind in zip(of_forward, units[1:], strict=False)]
     forward.append(("last", ()))
     backward = [("last", (("gather_s", units[-2]),))]
-    for place in range(len(units) - 2, 0, -1):
+    for place in range(len(units) - 2, num_still, -1):
         backward.append((parts[place], (("reduce_s", units[place + 1]), ("gather_s", units[place - 1]))))
     backward.append(("first", (("reduce_s", units[1]),)))
     stage = ("recomputing_stage" if num_recomputed else "stage", ())

@@ -3,7 +3,8 @@
 A stage is made of parts: the part `stage` that every stage has (rotary positions, its output); its layers, each a part
 `layer`; where it begins the module, `first` (embedding; patches and positions); and where it ends the module, `last`
 (norm, head and loss; projector and token layout). Recomputed layers are parts of another kind (`recomputed_layer`), and
-a stage that has any has the part `recomputing_stage` in place of `stage`. The costs of a stage (seconds, bytes, forms
+a stage that has any has the part `recomputing_stage` in place of `stage`. In backward, frozen layers among trained ones
+are `passing_layer` or `recomputed_passing_layer`. The costs of a stage (seconds, bytes, forms
 of the loads) are the sums of those of its parts.
 """
 
@@ -16,23 +17,33 @@ from typing import TypeVar
 import numpy as np
 
 from dflop.plan.layout_key import LayoutKey
-from dflop.plan.trained import EVERYTHING, PARTS, TrainedSet
+from dflop.plan.trained import EVERYTHING, FROZEN, PARTS, SOME, WHOLE, StageWays, TrainedSet
 
-__all__ = ["ALL_PARTS", "PARTS", "StageKind", "as_tabled", "counts_of", "stage_kinds"]
+__all__ = ["ALL_PARTS", "KEPT_PARTS", "PARTS", "StageKind", "as_tabled", "counts_of", "stage_kinds"]
 
 T = TypeVar("T")
 
-# `PARTS` are the names in the cost tables. For the two recomputing parts, the tables have a column instead.
-_RECOMPUTING = {"recomputing_stage": "stage", "recomputed_layer": "layer"}
-ALL_PARTS = (*PARTS, *_RECOMPUTING)
+_ALL_WHOLE = StageWays()
+
+# `PARTS` are the names in the cost tables. For recomputing parts, the tables have a column instead, and of the layer
+# that passes gradients on they have the shares of a trained layer's costs.
+_OTHERS = {
+    "recomputing_stage": ("stage", True),
+    "recomputed_layer": ("layer", True),
+    "passing_layer": ("layer", False),
+    "recomputed_passing_layer": ("layer", True),
+}
+ALL_PARTS = (*PARTS, *_OTHERS)
+# The parts of stages that recompute nothing.
+KEPT_PARTS = (*PARTS, "passing_layer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageKind:
     """`num_layers` layers of a module, each divided as `layout` says, with embedding (`is_first`), head (`is_last`).
 
-    The first `num_recomputed` layers keep only their inputs, and recompute their activations in backward. `trained`
-    says which parts have a backward, and which have gradients of weights.
+    Of the layers with a backward, the first `num_recomputed` keep only their inputs, and recompute their activations in
+    backward. `ways` says which parts have a backward, and which have gradients of weights.
     """
 
     module: str
@@ -41,7 +52,7 @@ class StageKind:
     is_first: bool
     is_last: bool
     num_recomputed: int = 0
-    trained: TrainedSet = EVERYTHING
+    ways: StageWays = _ALL_WHOLE
 
     @classmethod
     def whole(
@@ -64,8 +75,35 @@ class StageKind:
     @property
     def parts_with_backward(self) -> tuple[tuple[str, int], ...]:
         """Those of `parts` in which gradients are computed."""
-        tabled = self.trained.parts_with_backward(self.module)
-        return self.parts if tabled is PARTS else tuple(own for own in self.parts if as_tabled(own[0])[0] in tabled)
+        ways = self.ways
+        if not (ways.num_still or ways.still or ways.passing):
+            return self.parts
+        again = sum(place < self.num_recomputed for place in ways.passing)
+        counts = dict(self.parts) | {"passing_layer": len(ways.passing) - again, "recomputed_passing_layer": again}
+        counts["layer"] = self.num_layers - self.num_recomputed - ways.num_still - counts["passing_layer"]
+        counts["recomputed_layer"] = self.num_recomputed - again
+        present = ((part, counts.get(part, 0)) for part in ALL_PARTS if as_tabled(part)[0] not in ways.still)
+        return tuple((part, count) for part, count in present if count)
+
+    @property
+    def layers_with_backward(self) -> list[str]:
+        """The layers that have a backward, in the order of a forward, as names of their parts in backward."""
+        names = []
+        for place in range(self.num_layers - self.ways.num_still):
+            passes = "passing_" * (place in self.ways.passing)
+            names.append(f"{'recomputed_' * (place < self.num_recomputed)}{passes}layer")
+        return names
+
+    @property
+    def num_whole(self) -> int:
+        """How many layers have gradients of all their weights."""
+        return self.num_layers - self.ways.num_frozen - self.ways.num_in_part
+
+    def trained_units(self) -> list[tuple[str, str, int]]:
+        """The parts with weights, in which way they are trained, and how often: no entry for frozen ones."""
+        units = [("first", self.ways.first, int(self.is_first)), ("last", self.ways.last, int(self.is_last))]
+        units += [("layer", WHOLE, self.num_whole), ("layer", SOME, self.ways.num_in_part)]
+        return [unit for unit in units if unit[1] != FROZEN and unit[2]]
 
     def total(self, of_part: Mapping[str, T], parts: Sequence[tuple[str, int]] | None = None) -> T:
         """The sum of a quantity over the stage's parts or some of them, given for one unit of each part.
@@ -90,12 +128,13 @@ def counts_of(kinds: tuple[StageKind, ...]) -> np.ndarray:
 def _parts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
     recomputes = int(num_recomputed > 0)
     counts = 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed
-    return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=True) if count)
+    return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=False) if count)
 
 
 def as_tabled(part: str) -> tuple[str, bool]:
-    """The name in the cost tables of one of `ALL_PARTS`, and whether it is a recomputing part."""
-    return _RECOMPUTING.get(part, part), part in _RECOMPUTING
+    """The name in the cost tables of one of `ALL_PARTS`, and whether it is a recomputing part. A layer that passes
+    gradients on is a layer there."""
+    return _OTHERS.get(part, (part, False))
 
 
 def stage_kinds(
@@ -107,21 +146,23 @@ def stage_kinds(
 ) -> list[StageKind]:
     """The kinds of a module's stages, in order, from the number of layers in each stage.
 
-    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default and where layers
-    have no backward.
+    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default. Layers without a
+    backward do not count.
     """
-    if not (recomputed and trained.layers_have_backward(module)):
-        recomputed = (0,) * len(layers)
-    last = len(layers) - 1
-    return [
-        StageKind(
-            module=module,
-            layout=layout,
-            num_layers=count,
-            is_first=stage == 0,
-            is_last=stage == last,
-            num_recomputed=num_recomputed,
-            trained=trained,
+    recomputed = recomputed or (0,) * len(layers)
+    ways, kinds, start = trained.ways(module, sum(layers)), [], 0
+    for stage, (count, num_recomputed) in enumerate(zip(layers, recomputed, strict=True)):
+        within = ways.within(range(start, start + count))
+        start += count
+        kinds.append(
+            StageKind(
+                module=module,
+                layout=layout,
+                num_layers=count,
+                is_first=stage == 0,
+                is_last=stage == len(layers) - 1,
+                num_recomputed=min(num_recomputed, count - within.num_still),
+                ways=within,
+            )
         )
-        for stage, (count, num_recomputed) in enumerate(zip(layers, recomputed, strict=True))
-    ]
+    return kinds

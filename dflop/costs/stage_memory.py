@@ -61,6 +61,8 @@ def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[
     """
     each = {part: passing[part] for part, _ in kind.parts}
     for (part, other), count in _freed(kind).items():
+        if part not in each:  # a layer that passes gradients on: it needs no more than others
+            continue
         each[part] = each[part] + -float(count) * kept[other]
     return kind.total(kept, kind.parts_with_backward), list(each.values())
 
@@ -86,10 +88,10 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1
-        if part == "recomputed_layer" and "layer" in counts:
+        if part == "recomputed_layer":
             # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are
             # free.
-            freed[part, "layer"] = counts["layer"]
+            freed |= {(part, kept): counts[kept] for kept in ("layer", "passing_layer") if kept in counts}
     return freed
 
 
@@ -108,7 +110,7 @@ def _counts_of(kinds: tuple[StageKind, ...]) -> tuple[np.ndarray, np.ndarray]:
 def _memories_at(counts, freed, kept_forms, passing_forms, loads):
     _, num_kinds, num_parts = counts.shape
     kept, most = np.zeros((num_kinds, loads.shape[1])), np.zeros((num_kinds, loads.shape[1]))
-    is_used = np.array([counts[0, :, part].any() for part in range(num_parts)])
+    is_used = np.array([counts[:, :, part].any() for part in range(num_parts)])
     own, passing = np.zeros(num_parts), np.zeros(num_parts)
     for microbatch in range(loads.shape[1]):
         for part in range(num_parts):
@@ -117,9 +119,9 @@ def _memories_at(counts, freed, kept_forms, passing_forms, loads):
                 passing[part] = form_at(passing_forms, part, loads[:, microbatch])
         for kind in range(num_kinds):
             for part in range(num_parts):
+                kept[kind, microbatch] += counts[1, kind, part] * own[part]
                 if counts[0, kind, part] == 0:
                     continue
-                kept[kind, microbatch] += counts[1, kind, part] * own[part]
                 on_top = passing[part]
                 for other in range(num_parts - 1, -1, -1):  # in the order of `_freed`
                     if freed[kind, part, other] > 0:

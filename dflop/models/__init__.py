@@ -5,8 +5,9 @@ share: presets, which are plain Python, and stages, weights, packed attention an
 and transformers and are never imported here.
 """
 
-from dflop.models.checkpoint import weights_digest
+from dflop.models.checkpoint import check_weights, weights_digest
 from dflop.models.family import (
+    check_parts,
     check_runnable,
     family_for,
     family_names,
@@ -35,8 +36,10 @@ __all__ = [
     "ShapeRules",
     "able_tp_sizes",
     "check_modules",
+    "check_parts",
     "check_runnable",
     "check_tp",
+    "check_weights",
     "digest_of_spec",
     "family_for",
     "family_names",

@@ -15,6 +15,7 @@ from dflop.base import UserError
 __all__ = [
     "check_output_width",
     "check_processor",
+    "check_weights",
     "part_of_config",
     "read_hf_config",
     "read_processor",
@@ -68,6 +69,18 @@ def weights_digest(folder: Path) -> str:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}; copy it again") from None
     return running.hexdigest()[:16] if files else ""
+
+
+def check_weights(folder: str | None) -> None:
+    """Check that `model.weights`, if it is given, holds weights.
+
+    Raises:
+        UserError: when it holds none.
+    """
+    if folder and not weights_digest(Path(folder)):
+        raise UserError(
+            f"`model.weights` is {folder}, which holds no *.safetensors file; of another run they are in train/model"
+        )
 
 
 def part_of_config(folder: Path, hf_config: Mapping[str, Any], key: str) -> dict[str, Any]:

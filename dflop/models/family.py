@@ -19,13 +19,14 @@ from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
 from dflop.models.spec import ModelSpec
-from dflop.plan.trained import TrainedSet
+from dflop.plan.trained import may_match, names_of
 
 if TYPE_CHECKING:
     from dflop.models.runtime import FamilyRuntime
 
 __all__ = [
     "Family",
+    "check_parts",
     "check_runnable",
     "family_for",
     "family_names",
@@ -108,24 +109,41 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
 
     Raises:
         UserError: for an unknown family or preset, a `model.path` that is not a checkpoint directory of the family, or
-            a `model.freeze` or `model.lora` that names an unknown module, or a `model.freeze` that leaves nothing to
-            train.
+            a `model.train`, `model.freeze` or `model.lora` that names an unknown part, or a `model.freeze` that leaves
+            nothing to train.
     """
     spec = _make_spec(model)
-    modules = [module.name for module in spec.modules]
-    names = [*modules, *(f"{encoder.name}.encoder" for encoder in spec.encoders)]
-    frozen = getattr(model, "freeze", ())  # commands that do not depend on this key do not see it
-    for number, name in enumerate(frozen):
-        if name not in names:
-            raise UserError(f"`model.freeze[{number}]` is {name!r}; it must be one of {', '.join(names)}")
+    for key in ("train", "freeze"):  # commands that do not depend on these keys do not see them
+        check_parts(
+            spec, {f"model.{key}[{number}]": name for number, name in enumerate(getattr(model, key, None) or ())}
+        )
     lora = getattr(model, "lora", None)
     adaptable = [*(f"{encoder.name}.encoder" for encoder in spec.encoders), "llm"]
     for number, name in enumerate(lora.modules if lora else ()):
         if name not in adaptable:
             raise UserError(f"`model.lora.modules[{number}]` is {name!r}; it must be one of {', '.join(adaptable)}")
-    if frozen and not lora and not any(map(TrainedSet(tuple(frozen)).trains, modules)):
-        raise UserError("`model.freeze` names every module, which leaves nothing to train; take one out")
+    if all(hasattr(model, key) for key in ("train", "freeze", "lora")):
+        trained = model.trained.among(spec.modules)
+        if not any(map(trained.trains, (module.name for module in spec.modules))):
+            raise UserError(
+                "`model.freeze` names all that would be trained, which leaves nothing to train; take a name out"
+            )
     return spec
+
+
+def check_parts(spec: ModelSpec, names: Mapping[str, str]) -> None:
+    """Check that the model may have what these names, by the config key that has them, are patterns for.
+
+    Raises:
+        UserError: naming the first key for which it has nothing.
+    """
+    units = names_of(spec.modules)
+    for key, name in names.items():
+        if not any(may_match(name, unit) for unit in units):
+            raise UserError(
+                f"`{key}` is {name!r}; it must be one of {', '.join(spec.part_names)}, or a pattern below them such as "
+                f"llm.head or llm.layers.[0-{spec.module('llm').num_layers - 1}]"
+            )
 
 
 def _make_spec(model: ModelConfig) -> ModelSpec:

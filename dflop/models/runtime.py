@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dflop.models.attention import PACKED
 from dflop.models.lora import adapt_layer, check_targets
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, TextBatch
+from dflop.models.named_parts import check_names
 from dflop.models.precision import held_in, set_values
 from dflop.models.spec import ModelSpec
 from dflop.models.stages import EncoderStage, LlmStage, Stage, is_adapter
@@ -87,19 +88,31 @@ class FamilyRuntime:
                 setattr(config, field_name, token_ids[token])
         return config
 
-    def check_targets(self, spec: ModelSpec, config: PretrainedConfig, trained: TrainedSet) -> None:
-        """Check that each pattern of `model.lora.targets` matches a linear layer.
+    def check_trained(
+        self, spec: ModelSpec, config: PretrainedConfig, trained: TrainedSet, further: Mapping[str, str] | None = None
+    ) -> None:
+        """Check that each name of `model.train` and `model.freeze`, and each in `further`, by its key, is that of a
+        parameter; that there is something to train; and that each pattern of `model.lora.targets` matches a linear
+        layer.
 
         Raises:
-            UserError: naming the first that does not.
+            UserError: naming the first of these that is not so.
         """
+        given = {f"model.train[{number}]": name for number, name in enumerate(trained.named)}
+        given |= {f"model.freeze[{number}]": name for number, name in enumerate(trained.frozen)} | dict(further or {})
+        known = {"encoder", "projector", *spec.part_names}
+        given = {key: name for key, name in given.items() if name not in known}
+        if not given and not trained.lora:
+            return
         stages = {}
-        for own in spec.modules if trained.lora else ():
-            if trained.adapts(own.name):
-                with torch.device("meta"):
-                    stages[own.name] = self.cut(self.architecture(config), own.name, range(own.num_layers))
-        if stages:
-            check_targets(trained.lora, stages)
+        for own in spec.modules:
+            with torch.device("meta"):
+                stages[own.name] = self.cut(self.architecture(config), own.name, range(own.num_layers))
+                if own.name == "llm" and config.tie_word_embeddings:
+                    stages[own.name].hf.lm_head.weight = stages[own.name].hf.model.language_model.embed_tokens.weight
+        check_names(given, trained, stages)
+        if trained.lora:
+            check_targets(trained.lora, {name: stage for name, stage in stages.items() if trained.adapts(name)})
 
     def encoder_batch(
         self,
@@ -128,9 +141,10 @@ class FamilyRuntime:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         num_recomputed: int = 0,
+        num_still: int = 0,
         draw_on: torch.device | str = "cpu",
         ranks: TensorGroup = ALONE,
-        share: Callable[[nn.Module], None] | None = None,
+        share: Callable[[nn.Module, set[nn.Parameter]], None] | None = None,
         is_empty: bool = False,
         trained: TrainedSet = EVERYTHING,
     ) -> EncoderStage | LlmStage:
@@ -140,10 +154,10 @@ class FamilyRuntime:
         on the CPU, so that they are the same on every device; drawing them on the device itself (`draw_on`) is quicker.
         With several tensor-parallel `ranks`, each keeps its part of a block as soon as the block is made, and reads
         only that part from the checkpoint. If replicas shard parameters, `share` turns each unit (`Stage.units`), as
-        soon as it is made, into this replica's rows of it, as DTensors on the device; only these rows are read. If
-        `is_empty`, the values of the weights do not matter, and the stage may be made of fake tensors. The first
-        `num_recomputed` layers are recomputed in backward (`Stage.set_recomputed`). If `trained` says so, linear layers
-        have adapters.
+        soon as it is made, into this replica's rows of it, as DTensors on the device; only these rows are read. It
+        also gets the unit's trained parameters. If `is_empty`, the values of the weights do not matter, and the stage
+        may be made of fake tensors. The first `num_recomputed` layers behind `num_still` are recomputed in backward
+        (`Stage.set_recomputed`). If `trained` says so, linear layers have adapters.
 
         Raises:
             UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided this way.
@@ -168,7 +182,7 @@ class FamilyRuntime:
                 adapt_layer(stage, name, trained.lora, ranks, seed, is_empty=is_empty)
             if name in units:
                 unit = hf.get_submodule(name)  # dividing may have replaced it
-                share(unit if is_empty else _as_dtype(unit, dtype))
+                share(unit if is_empty else _as_dtype(unit, dtype), stage.those(trained.includes, name))
 
         reads = checkpoint is not None and not is_empty
         draw_weights(hf, seed, draw_on, complete, is_empty=is_empty, are_read=(device, dtype) if reads else None)
@@ -176,7 +190,7 @@ class FamilyRuntime:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if reads:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
-        stage.set_recomputed(num_recomputed)
+        stage.set_recomputed(num_recomputed, num_still)
         return (stage if is_empty else _as_dtype(stage, dtype).to(device)).train()
 
 

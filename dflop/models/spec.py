@@ -137,6 +137,12 @@ class ModelSpec:
         return bool(self.hf_config.get("tie_word_embeddings", True))
 
     @property
+    def part_names(self) -> list[str]:
+        """The names of modules, and of encoders without their projectors and the projectors alone (`plan.trained`)."""
+        parts = [f"{encoder.name}.{part}" for encoder in self.encoders for part in ("encoder", "projector")]
+        return [*(module.name for module in self.modules), *parts]
+
+    @property
     def feature_size(self) -> int:
         """The width of the features that encoders give for a token: the LLM's hidden size, plus as much again for each
         DeepStack layer."""

@@ -7,7 +7,8 @@ Llama's layout; a family's encoders are subclasses of `EncoderStage`.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -19,7 +20,6 @@ from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
 from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
-from dflop.plan.trained import PARTS
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "is_adapter", "keep_layers"]
 
@@ -30,6 +30,8 @@ _ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
 class Stage(nn.Module, ABC):
     """What all stages share: `hf`, the partial Hugging Face model, and `layers`, the module's layers that it has."""
 
+    # The module that it is of.
+    module: str
     # A pattern for the names of layers in `hf`.
     layer_name = r"\blayers?\.\d+"
     # Names in `hf` of parameters that no pass reads. They are never trained, because weight decay would shrink them.
@@ -65,14 +67,34 @@ class Stage(nn.Module, ABC):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set whether the stage is trained, except for parameters that no pass reads."""
-        return self.train_parts(PARTS if requires_grad else ())
+        return self.train_those(lambda name: requires_grad)
 
-    def train_parts(self, parts: Collection[str]) -> Self:
-        """Have the parameters of these parts trained, but for those that no pass reads, and no others but adapters."""
-        for name, parameter in self.named_hf_parameters().items():
-            is_of_part = name not in self.unread and self.part_of(name) in parts
-            parameter.requires_grad_(is_of_part or is_adapter(name))
+    def train_those(self, are_wanted: Callable[[str], bool]) -> Self:
+        """Have the parameters trained whose plain names are wanted, and adapters; never those that no pass reads."""
+        trained = self.those(are_wanted)
+        for parameter in self.hf.parameters():
+            parameter.requires_grad_(parameter in trained)
         return self
+
+    def those(self, are_wanted: Callable[[str], bool], within: str = "") -> set[nn.Parameter]:
+        """The parameters that `train_those` trains, of the submodule `within` of `hf`."""
+        named = self.hf.get_submodule(within).named_parameters(within)
+        return {
+            parameter
+            for name, parameter in named
+            if is_adapter(name) or (name not in self.unread and are_wanted(self.plain_name(name)))
+        }
+
+    @contextmanager
+    def layers_passing(self) -> Iterator[None]:
+        """A context in which no layer is trained, so that layers pass gradients on alone."""
+        trained = {parameter for parameter in self.hf.parameters() if parameter.requires_grad}
+        inside = {own for name, own in self.named_hf_parameters().items() if self.part_of(name) == "layer"}
+        for parameter in trained & inside:
+            parameter.requires_grad_(False)
+        yield
+        for parameter in trained & inside:
+            parameter.requires_grad_(True)
 
     @abstractmethod
     def division(self) -> Division:
@@ -82,21 +104,35 @@ class Stage(nn.Module, ABC):
             UserError: when it is not known how to divide layers of this kind.
         """
 
+    def plain_name(self, name: str) -> str:
+        """The name of a parameter in `hf` by which a config speaks of it (`plan.trained`)."""
+        root, part = "llm" if self.module == "llm" else f"{self.module}.encoder", self.part_of(name)
+        if part == "layer":
+            found = re.search(rf"{self.layer_name}\.", name)
+            return f"{root}.layers.{found[0].split('.')[1]}.{name[found.end() :]}"
+        if self.module == "llm":
+            return f"llm.{'embeddings' if part == 'first' else 'head' if 'head' in name else 'norm'}.weight"
+        own = name.removeprefix("model.").split(".")
+        own = [piece for piece in own[1:] if piece not in ("embeddings", "merger")] or own
+        return ".".join([f"{root}.embeddings" if part == "first" else f"{self.module}.projector", *own])
+
     def part_of(self, name: str) -> str:
         """Which part of the module a parameter belongs to, by its name in `hf`: `layer`, `first` or `last`."""
         if re.search(rf"{self.layer_name}\.", name):
             return "layer"
         return "first" if "embed" in name else "last"
 
-    def set_recomputed(self, num_layers: int) -> None:
-        """Have the first `num_layers` layers, and no others, keep only their inputs and recompute in backward."""
+    def set_recomputed(self, num_layers: int, num_still: int = 0) -> None:
+        """Have `num_layers` layers behind the first `num_still`, which have no backward, and no others, keep only their
+        inputs and recompute in backward."""
         # transformers 5.23 renamed both methods, and version 6 will remove the old names.
         if not num_layers:
             (getattr(self.hf, "activation_checkpointing_disable", None) or self.hf.gradient_checkpointing_disable)()
             return
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        for name in self.layer_names[num_layers:]:
+        names = self.layer_names
+        for name in names[:num_still] + names[num_still + num_layers :]:
             self.hf.get_submodule(name).gradient_checkpointing = False
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
@@ -108,6 +144,8 @@ class Stage(nn.Module, ABC):
 
 class EncoderStage(Stage):
     """Consecutive layers of an encoder, with what comes before the first layer and the projector after the last."""
+
+    module = "vision"
 
     @abstractmethod
     def hidden_shape(self, num_items: int, layer: int) -> tuple[int, ...]:
@@ -150,6 +188,8 @@ class LlmStage(Stage):
     hidden states, along the hidden dimension, [1, num_tokens, hidden_size] each and zero for text tokens. So any layer
     can be a stage's first.
     """
+
+    module = "llm"
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Pricer:
         trained: TrainedSet = EVERYTHING,
         precision: str = "fp32",
     ) -> None:
-        self.plan, self.costs = plan, costs
+        self.plan, self.costs, trained = plan, costs, trained.among(spec.modules)
         self.placement = PLACEMENTS[plan.placement]
         self.transfers = Transfers(plan, costs.links, cluster)
         self._about = spec, cluster, trained, BYTES_PER_VALUE[precision]

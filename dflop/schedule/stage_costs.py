@@ -89,13 +89,10 @@ class StageCosts:
         self._sharded: dict[str, tuple[ShardedPass, ShardedPass]] = {}
         self._working_bytes = {grid.module: NO_WORKING_BYTES for grid in plan.grids}
         for module, link in sharing_links.items():
-            sizes = {part: costs.parameter_bytes[module, plan.grid(module).layout, part] for part in PARTS}
-            how = {
-                "value_bytes": value_bytes,
-                "trained_bytes": costs.trained_bytes(module, plan.grid(module).layout, trained),
-            }
-            moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
             (kind,) = self._kinds[module]
+            sizes = {part: costs.parameter_bytes[module, kind.layout, part] for part in PARTS}
+            how = {"value_bytes": value_bytes, "trained_bytes": costs.trained_bytes(kind)}
+            moving = Moving.over(sizes, link.latency_s, 1 / link.bytes_per_s, **how)
             self._sharded[module] = sharded_passes(kind, moving, is_hidden=is_hidden)
             self._working_bytes[module] = working_bytes(module, sizes, **how)
         self._hidden_shares: dict[StageKind, tuple[float, float]] = {}  # by kind of stage
@@ -127,7 +124,8 @@ class StageCosts:
         # A replica without work counts as 0 s here: it takes part in the gathers and waits for the other replicas, and
         # the simulator adds this wait.
         empty = (loads.num_items == 0) & (loads.num_tokens == 0)
-        part_s = self.costs.part_times(module, kind.layout, loads, [part for part, _ in kind.parts])
+        parts = dict.fromkeys(part for part, _ in (*kind.parts, *kind.parts_with_backward))
+        part_s = self.costs.part_times(module, kind.layout, loads, list(parts))
         passes = zip(self._sharded[module], part_s, strict=True)
         forward_s, backward_s = (np.where(empty, 0.0, sharded.seconds(of_part)) for sharded, of_part in passes)
         return [(forward_s, backward_s)]

@@ -51,7 +51,7 @@ class DealtMedia:
         trained: TrainedSet,
     ) -> None:
         self._spec, self._costs, self._batches = spec, costs, batches
-        self._group, self._trained = partial(batches.group, policy), trained
+        self._group, self._trained = partial(batches.group, policy), trained.among(spec.modules)
         self._dealt = lru_cache(maxsize=64)(self._deal)
         self._loads = [
             [np.array(loads_of(encoder.name, shapes)) for shapes in batches.shapes] for encoder in spec.encoders

@@ -40,7 +40,7 @@ class LeastLinks:
         self, costs: CostModel, spec: ModelSpec, cluster: ClusterConfig, trained: TrainedSet, value_bytes: int
     ) -> None:
         self._costs, self._spec, self._cluster = costs, spec, cluster
-        self.trained, self.value_bytes = trained, value_bytes
+        self.trained, self.value_bytes = trained.among(spec.modules), value_bytes
         self._least = lru_cache(maxsize=4096)(self._least_link)
         self._hidden = lru_cache(maxsize=4096)(self._hidden_shares)
         self._syncs = lru_cache(maxsize=4096)(self._one_sync)
@@ -81,10 +81,10 @@ class LeastLinks:
         each = [self._least(int(count), layout.num_ranks) for count in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
-        trained_bytes = self._costs.trained_bytes(module, layout, self.trained)
-        moving = Moving.over(sizes, latency_s, byte_s, value_bytes=self.value_bytes, trained_bytes=trained_bytes)
         num_layers = self._spec.module(module).num_layers
         whole = StageKind.whole(module, layout, num_layers, num_recomputed=num_recomputed, trained=self.trained)
+        trained_bytes = self._costs.trained_bytes(whole)
+        moving = Moving.over(sizes, latency_s, byte_s, value_bytes=self.value_bytes, trained_bytes=trained_bytes)
         return sharded_passes(whole, moving, is_hidden=self._cluster.hides_transfers)
 
     def of_row(self, row: Mapping[str, Any], module: str) -> tuple[float, float]:

@@ -53,7 +53,7 @@ class LeastMemory:
     ) -> None:
         self._spec, self.costs, self._batches, self._splits = spec, costs, batches, splits
         self._group = partial(batches.group, policy)
-        self._trained, self._value_bytes = trained, value_bytes
+        self._trained, self._value_bytes = trained.among(spec.modules), value_bytes
         self._token_bytes = spec.module("llm").hidden_size * value_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
         self._most_items = batches.shapes[0].num_items.max(axis=0).astype(float).tolist()
@@ -232,8 +232,8 @@ class LeastMemory:
         working = NO_WORKING_BYTES
         if gathers:
             sizes = {part: self.costs.parameter_bytes[kind.module, kind.layout, part] for part in PARTS}
-            trained_bytes = self.costs.trained_bytes(kind.module, kind.layout, self._trained)
-            working = working_bytes(kind.module, sizes, value_bytes=self._value_bytes, trained_bytes=trained_bytes)
+            how = {"value_bytes": self._value_bytes, "trained_bytes": self.costs.trained_bytes(kind)}
+            working = working_bytes(kind.module, sizes, **how)
         kept, on_top = self.costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
             on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]

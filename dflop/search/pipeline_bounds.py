@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop.balance import Policy
 from dflop.config import Config
-from dflop.costs import ALL_PARTS, PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
+from dflop.costs import ALL_PARTS, KEPT_PARTS, CostModel, Loads, ShardedPass, StageKind, stage_kinds
 from dflop.models import ModelSpec
 from dflop.plan import DISJOINT, PLACEMENTS, SHARDINGS, Grid, Plan
 from dflop.plan.layout_key import LayoutKey
@@ -42,7 +42,7 @@ class MeanPipelines:
     ) -> None:
         self._num_layers = spec.module("llm").num_layers
         self._num_encoders = len(spec.encoders)
-        self._cluster, self._trained = config.cluster, config.model.trained
+        self._cluster, self._trained = config.cluster, links.trained
         self.token_bytes = spec.module("llm").hidden_size * BYTES_PER_VALUE[config.train.precision]
         self._costs, self._batches, self._splits, self._policy = costs, batches, splits, policy
         self._links = links
@@ -74,7 +74,12 @@ class MeanPipelines:
         else:
             kinds, places = self._kinds(layout, layers, recomputed)
             forward_s, backward_s = (
-                np.stack([kind.total(of_part) for kind in kinds], axis=1).take(places, axis=1) for of_part in of_parts
+                np.stack([kind.total(of_part, parts) for kind, parts in each], axis=1).take(places, axis=1)
+                for of_part, each in zip(
+                    of_parts,
+                    ([(kind, None) for kind in kinds], [(kind, kind.parts_with_backward) for kind in kinds]),
+                    strict=True,
+                )
             )
         sync_s = self._sync_s(row, layers)
         early_s, late_s = sync_s * self._shares(layout, row["llm_shards"], layers)
@@ -154,7 +159,7 @@ class MeanPipelines:
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Forward and backward seconds of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
         text = self._text(dp, num_microbatches, mean)
-        return self._costs.part_times("llm", layout, text, ALL_PARTS if recomputes else PARTS)
+        return self._costs.part_times("llm", layout, text, ALL_PARTS if recomputes else KEPT_PARTS)
 
 
 def _distinct_kinds(

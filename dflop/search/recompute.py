@@ -68,7 +68,7 @@ class JustEnough:
     """Finds the layers to recompute in plans, on devices of `limit_bytes`."""
 
     def __init__(self, spec: ModelSpec, trained: TrainedSet, limit_bytes: float) -> None:
-        self._spec, self._trained, self._limit_bytes = spec, trained, limit_bytes
+        self._spec, self._trained, self._limit_bytes = spec, trained.among(spec.modules), limit_bytes
 
     def of(self, pricer: PlanPricer) -> PlanPricer | None:
         """The pricer of the plan with just enough layers recomputed, and no fewer than it already recomputes.
@@ -127,7 +127,8 @@ class JustEnough:
     def _num_layers(self, plan: Plan, module: str) -> np.ndarray:
         """How many layers of a module each of its pipeline ranks can recompute, [pp]."""
         pp = plan.grid(module).pp
-        if not self._trained.layers_have_backward(module):
+        ways = self._trained.ways(module)
+        if ways.num_still == len(ways.layers):
             return np.zeros(pp, dtype=int)
         layers = plan.layers_of(module, self._spec.module(module).num_layers)
         return np.array([len(part) for part in layers]).reshape(-1, pp).sum(axis=0)

@@ -7,7 +7,7 @@ sample has to pass the whole pipeline, forwards and backwards. Layers count with
 what share of the encoders' layers is recomputed. Rows that the bounds rule out are never simulated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from dflop.costs import PARTS, CostModel, Loads, StageKind, as_tabled, stage_kinds
+from dflop.costs import KEPT_PARTS, CostModel, Loads, StageKind, stage_kinds
 from dflop.models import ModelSpec, ModuleSpec
 from dflop.plan import PLACEMENTS, SHARDINGS
 from dflop.plan.layout_key import LayoutKey, ModuleLayout
@@ -26,6 +26,9 @@ from dflop.search.space import Splits, even_layers, sharding_columns
 from dflop.shapes import SampleShapes
 
 __all__ = ["LowerBounds", "lower_bounds"]
+
+# Seconds of one unit of each part.
+_OfParts = Mapping[str, np.ndarray]
 
 _LLM_KEYS = (
     *ModuleLayout.columns("llm"),
@@ -176,16 +179,15 @@ def _llm_bounds(
     everywhere = [name for name, placement in PLACEMENTS.items() if placement.uses_all_ranks]
     for sizes, of_layout in keys.group_by(LayoutKey.columns("llm_")):
         layout = LayoutKey(*sizes)
-        least_forward_s, least_backward_s = costs.part_times("llm", layout, least, PARTS)
-        whole = StageKind.whole("llm", layout, num_layers)
+        least_forward_s, least_backward_s = costs.part_times("llm", layout, least, KEPT_PARTS)
+        whole = StageKind.whole("llm", layout, num_layers, trained=trained)
         chain_s = np.mean([_chain_s(costs, whole, loads) for loads in texts])
         buckets, inverse = np.unique(
             (of_layout["llm_dp"] * of_layout["num_microbatches"]).to_numpy(), return_inverse=True
         )
         mean = Loads(*(load[None, :] / buckets[:, None] for load in total))
-        forward_s, backward_s = costs.part_times("llm", layout, mean, PARTS)
-        part_s = {part: forward_s[part] + backward_s[part] for part in PARTS}
-        total_s = lru_cache(partial(StageKind.total, of_part=part_s))  # few kinds make up all stages
+        forward_s, backward_s = costs.part_times("llm", layout, mean, KEPT_PARTS)
+        total_s = lru_cache(partial(_both_passes_s, forward_s, backward_s))  # few kinds make up all stages
         of_layout = of_layout.with_columns(bucket=inverse).with_row_index("at")
         columns = ("place", "bucket", "llm_dp", "num_microbatches", "llm_shards")
         values = [of_layout[column].to_numpy() for column in columns]
@@ -216,7 +218,7 @@ def _llm_bounds(
                 if stage == 0:
                     first_s = busy_s
                 before_s = before_s + kinds[stage].total(least_forward_s)
-                after_s = after_s + kinds[stage].total(least_backward_s)
+                after_s = after_s + kinds[stage].total(least_backward_s, kinds[stage].parts_with_backward)
             bound_s[place] = np.maximum(best, chain_s)
             shared_s[place] = np.where(uses_all[rows, None], together / pp, first_s)
     return bound_s[:, 0], shared_s[:, 0]
@@ -245,7 +247,7 @@ def _encoder_bounds(
         dp, count = (rows[column].to_numpy()[:, None] for column in (f"{name}_dp", "num_microbatches"))
         place = rows["place"].to_numpy()
         part_s, least_part_s = (
-            _items_s(costs, name, layout, Loads(*(load / count for load in loads)), trained)
+            _items_s(costs, name, layout, Loads(*(load / count for load in loads)))
             for loads in (
                 [load / dp for load in total],
                 # This does not hold for the squares of runs, since replicas are chosen by their items: they count as 0.
@@ -255,36 +257,36 @@ def _encoder_bounds(
         for (pp,), group in rows.with_row_index("at").group_by(f"{name}_pp"):
             at = group["at"].to_numpy()
             encoder_s, encoder_least_s = (
-                {part: s[at] for part, s in of_part.items()} for of_part in (part_s, least_part_s)
+                tuple({part: s[at] for part, s in of_part.items()} for of_part in passes)
+                for passes in (part_s, least_part_s)
             )
             shards = rows[f"{name}_shards"].to_numpy()[at]
             latency_s, byte_s = links.sync(dp[at, 0], layout, shards)
             layers = even_layers(encoder.num_layers, pp)
             for kind in stage_kinds(name, layout, layers, layers if recomputes else (), trained):
-                busy_s = count[at] * kind.total(encoder_s)
+                busy_s = count[at] * _both_passes_s(*encoder_s, kind)
                 trained_bytes, _ = costs.trained_and_frozen_bytes(kind)
                 sync_s = (latency_s + trained_bytes * byte_s) * (trained_bytes > 0)
                 rest_s = (sync_s * (1 - links.hidden_shares(kind, shards).sum(axis=0)))[:, None]
                 alone_s[place[at]] = np.maximum(alone_s[place[at]], busy_s + rest_s)
                 shared_s[place[at]] += busy_s
-                least_s[place[at]] += count[at] * kind.total(encoder_least_s)
+                least_s[place[at]] += count[at] * _both_passes_s(*encoder_least_s, kind)
     return bounds_s
 
 
-def _items_s(
-    costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads, trained: TrainedSet
-) -> dict[str, np.ndarray]:
-    """Seconds of each of the encoder's parts, without their constants, since a replica without items takes no time."""
+def _both_passes_s(forward_s: _OfParts, backward_s: _OfParts, kind: StageKind) -> np.ndarray:
+    """Seconds of a stage's forward and backward, from those of its parts."""
+    return kind.total(forward_s) + kind.total(backward_s, kind.parts_with_backward)
+
+
+def _items_s(costs: CostModel, encoder: str, layout: LayoutKey, loads: Loads) -> tuple[_OfParts, ...]:
+    """Forward and backward seconds of each of the encoder's parts, without their constants, since a replica without
+    items takes no time."""
     passes = costs.part_times(encoder, layout, loads)
     resting = costs.part_times(encoder, layout, Loads(*np.zeros((4, 1))))
-    forward_s, backward_s = (
+    return tuple(
         {part: seconds[part] - const[part] for part in seconds} for seconds, const in zip(passes, resting, strict=True)
     )
-    goes_back = trained.parts_with_backward(encoder)
-    return {
-        part: forward + backward_s[part] if as_tabled(part)[0] in goes_back else forward
-        for part, forward in forward_s.items()
-    }
 
 
 def _chain_s(costs: CostModel, whole: StageKind, loads: Loads) -> float:

@@ -1,4 +1,4 @@
-"""AdamW: which parameters have weight decay, and the update of the values that one replica holds.
+"""AdamW: by which rates parameters are updated, and the update of the values that one replica holds.
 
 Replicas of a stage divide its parameters in two ways: in flat buckets (`sharded_optimizer`) or by rows
 (`parameter_shards`). Both give the tensors that they hold to `AdamW` here, and the pieces of each parameter to
@@ -7,29 +7,35 @@ checkpoints. Source: Loshchilov and Hutter, "Decoupled weight decay regularizati
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["AdamW", "Piece", "has_weight_decay", "parameter_groups", "squared_norm"]
+__all__ = ["AdamW", "Piece", "Rates", "parameter_groups", "rates_of", "squared_norm"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def has_weight_decay(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has weight decay: matrices and kernels have it; norms, biases and other vectors do not."""
-    return parameter.ndim > 1
+class Rates(NamedTuple):
+    """By what a parameter is updated: the learning rate before its schedule, and the weight decay."""
+
+    lr: float
+    weight_decay: float
 
 
-def parameter_groups(decays: Mapping[nn.Parameter, bool], weight_decay: float) -> list[dict[str, Any]]:
-    """The groups that torch's optimisers take: the tensors with `weight_decay`, then those without. `decays` says of
-    each tensor whether it has weight decay. A group without tensors is left out."""
-    groups = [
-        {"params": [parameter for parameter, decayed in decays.items() if decayed], "weight_decay": weight_decay},
-        {"params": [parameter for parameter, decayed in decays.items() if not decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def rates_of(parameter: torch.Tensor, lr: float, weight_decay: float) -> Rates:
+    """The rates of a parameter of a part that has these. Matrices and kernels have weight decay; norms, biases and
+    other vectors do not."""
+    return Rates(lr, weight_decay if parameter.ndim > 1 else 0.0)
+
+
+def parameter_groups(rates: Mapping[nn.Parameter, Rates]) -> list[dict[str, Any]]:
+    """The groups that torch's optimisers take: one for each of the tensors' rates."""
+    groups: dict[Rates, list[nn.Parameter]] = {}
+    for tensor, own in rates.items():
+        groups.setdefault(own, []).append(tensor)
+    return [{"params": tensors, **own._asdict()} for own, tensors in groups.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +52,29 @@ class Piece:
 
 
 class AdamW:
-    """Updates tensors in place, if there are any. `decays` says of each whether it has weight decay.
+    """Updates tensors in place, if there are any, each by its rates.
 
     The moments exist from the start, so that a checkpoint can be read into them.
     """
 
-    def __init__(self, decays: Mapping[nn.Parameter, bool], weight_decay: float) -> None:
-        groups = parameter_groups(decays, weight_decay)
+    def __init__(self, rates: Mapping[nn.Parameter, Rates]) -> None:
         # Fused: one kernel reads and writes everything once, on a CPU in a sixth of the time.
-        self._torch = torch.optim.AdamW(groups, fused=True) if groups else None
-        self._updated = list(decays)
+        self._torch = torch.optim.AdamW(parameter_groups(rates), fused=True) if rates else None
+        self._updated, self._lrs = list(rates), []
+        if self._torch:
+            self._lrs = [group["lr"] for group in self._torch.param_groups]
         for tensor in self._updated:  # as torch would make it in the first step
             self._torch.state[tensor] = {
                 "step": torch.zeros((), device=tensor.device),
                 **{name: torch.zeros_like(tensor.detach()) for name in _MOMENTS},
             }
 
-    def step(self, lr: float) -> None:
-        """Update all tensors by their `grad`."""
+    def step(self, lr_factor: float) -> None:
+        """Update all tensors by their `grad`, with their learning rates times `lr_factor`."""
         if self._torch is None:
             return
-        for group in self._torch.param_groups:
-            group["lr"] = lr
+        for group, lr in zip(self._torch.param_groups, self._lrs, strict=True):
+            group["lr"] = lr * lr_factor
         self._torch.step()
 
     def moments_of(self, tensor: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ _INSIDE = "base_model.model."
 
 def writes_adapter(model: RankModel) -> bool:
     """Whether adapters are written: a fully trained LLM beside an adapted encoder would be nearly the whole model."""
-    return model.trained.lora is not None and not model.trained.parts("llm")
+    return model.trained.lora is not None and not model.trained.trains_weights("llm")
 
 
 def export_adapter(folder: Path, model: RankModel, base: str | None, group: dist.ProcessGroup | None = None) -> None:

@@ -29,7 +29,7 @@ from dflop.train.feed import samples_of
 from dflop.train.rank_model import NodeModel, RankModel
 from dflop.train.undecodable import Undecodable, without_targets_of
 
-__all__ = ["TRAINING", "EncoderWork", "LlmWork", "make_works"]
+__all__ = ["TRAINING", "EncoderWork", "LlmWork", "blank_batch", "make_works"]
 
 
 # The key of the loss among outputs, which otherwise have the number of their edge.
@@ -66,6 +66,13 @@ class _Work(ABC):
         # The incoming edges over which a gradient is sent back. A frozen source without a backward needs none.
         self._owed = {
             number for number in self._incoming if trained.has_backward(program.nodes[program.edges[number].source])
+        }
+        # Those of them whose tensors have a gradient: of a chain, where something before this stage is trained.
+        has_gradient = trained.gives_gradients_to(self.node.module, self.stage.layers.start)
+        self._learned = {
+            number
+            for number in self._owed
+            if program.nodes[program.edges[number].source].module != self.node.module or has_gradient
         }
         self._num_replicas = Counter(node.module for node in program.nodes if node.pp_stage == 0)
         # The nodes that run the same passes as this one: the replicas that shard its parameters.
@@ -118,7 +125,7 @@ class _Work(ABC):
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Compute a microbatch's forward from what was received; returns what is to be sent. Both are by edge."""
         leaves = {
-            edge: tensor.detach().requires_grad_(edge in self._owed and tensor.is_floating_point())
+            edge: tensor.detach().requires_grad_(edge in self._learned and tensor.is_floating_point())
             for edge, tensor in received.items()
         }
         batch = self._inputs.pop(microbatch)
@@ -237,7 +244,7 @@ class EncoderWork(_Work):
         return outputs
 
 
-def _blank(spec: ModelSpec, module: str) -> EncoderBatch:
+def blank_batch(spec: ModelSpec, module: str) -> EncoderBatch:
     """A batch of one sample with one item of zeros."""
     runtime = load_runtime(spec.family)
     made_up = runtime.make_up_media(spec, module, 1)
@@ -275,7 +282,7 @@ class LlmWork(_Work):
         else:
             (leaf,) = leaves.values()
             hidden = leaf.to(self._dtype)
-        if self._node_model.shared and self._owed and not hidden.requires_grad:
+        if self._node_model.shared and self._learned and not hidden.requires_grad:
             hidden.requires_grad_()  # other replicas have a backward, for their encoders, so this one must have it, too
         if self.stage.is_last:
             batch = self._learnable(microbatch, batch)
@@ -344,7 +351,7 @@ def make_works(
             works[node_model.index] = EncoderWork(
                 node_model,
                 model.processors[node_model.node.module],
-                _blank(model.spec, node_model.node.module),
+                blank_batch(model.spec, node_model.node.module),
                 **common,
             )
     return works

@@ -7,7 +7,8 @@ tensor-parallel groups shard their part, which is made of plain tensors as every
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dflop.base.torch_versions import reduce_unused, with_unused
 from dflop.models.precision import compute_in, held_in
-from dflop.models.stages import Stage, is_adapter
+from dflop.models.stages import Stage
 from dflop.models.tensor_group import rows_of
-from dflop.train.adamw import AdamW, Piece, has_weight_decay, squared_norm
+from dflop.plan.trained import TrainedSet
+from dflop.train.adamw import AdamW, Piece, Rates, squared_norm
 from dflop.train.topology import Sharers
 
 __all__ = ["ParameterShards", "SharedPasses", "Units"]
@@ -28,23 +30,22 @@ class Units:
     """Shards a stage's units over replicas, in place and one at a time, because the whole stage may not fit on a rank.
 
     A unit's parameters are then this replica's shards, on the device, in the dtype `held_in(dtype)`, in which gradients
-    are summed, too. They are gathered as `dtype`. Parameters of units without a trained part are held in `dtype`.
+    are summed, too. They are gathered as `dtype`. Parameters that are not trained are held in `dtype`.
     """
 
-    def __init__(self, sharers: Sharers, dtype: torch.dtype, *, trained_parts: Collection[str]) -> None:
-        self.has_copies, self.trained_parts, self.dtype = len(sharers.ranks) > 1, trained_parts, dtype
+    def __init__(self, sharers: Sharers, dtype: torch.dtype) -> None:
+        self.has_copies, self.dtype = len(sharers.ranks) > 1, dtype
         self._how: dict[str, Any] = {"mesh": sharers.mesh}
         if dtype != (held := held_in(dtype)):
             self._how["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=held, cast_forward_inputs=False
             )
 
-    def share(self, unit: nn.Module, part: str = "layer") -> None:
-        """Shard those parameters of a unit that are not sharded yet. The unit is trained if its `part` is."""
-        is_trained = part in self.trained_parts
-        unit.requires_grad_(is_trained)
-        if not is_trained:
-            compute_in(unit, self.dtype, but=[own for name, own in unit.named_parameters() if is_adapter(name)])
+    def share(self, unit: nn.Module, trained: AbstractSet[nn.Parameter]) -> None:
+        """Shard those parameters of a unit that are not sharded yet. Of the unit these are trained."""
+        for parameter in unit.parameters():
+            parameter.requires_grad_(parameter in trained)
+        compute_in(unit, self.dtype, but=trained)
         shared = fully_shard(unit, **self._how)
         # Sum gradients, where FSDP2 would take means. A replica without gradients adds zeros.
         shared.set_gradient_divide_factor(1.0)
@@ -55,20 +56,13 @@ class Units:
 class SharedPasses(nn.Module):
     """A stage's passes, which the replicas that share a copy of its parameters begin and end together.
 
-    The parameters that are in none of the stage's units become one more unit, in which those of a frozen encoder's
-    first part have the dtype that they are computed in.
+    The parameters that are in none of the stage's units become one more unit.
     """
 
-    def __init__(self, stage: Stage, units: Units) -> None:
+    def __init__(self, stage: Stage, units: Units, trained: TrainedSet) -> None:
         super().__init__()
         self.stage, self._has_copies = stage, units.has_copies
-        trained = [
-            own
-            for name, own in stage.named_hf_parameters().items()
-            if is_adapter(name) or stage.part_of(name) in units.trained_parts
-        ]
-        compute_in(stage, units.dtype, but=trained)
-        units.share(self, "last")
+        units.share(self, stage.those(trained.includes))
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Run `compute`, which uses the stage."""
@@ -84,7 +78,7 @@ class SharedPasses(nn.Module):
 
 
 class ParameterShards:
-    """AdamW on one replica's shards of the stage's parameters.
+    """AdamW on one replica's shards of the stage's parameters, each with its `rates`.
 
     A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
     the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank.
@@ -96,7 +90,7 @@ class ParameterShards:
         sharers: Sharers,
         rank: int,
         *,
-        weight_decay: float,
+        rates: Mapping[nn.Parameter, Rates],
         counted_elsewhere: Collection[nn.Parameter] = (),
     ) -> None:
         self._is_counted, self._elsewhere = rank in sharers.ranks[0], set(counted_elsewhere)
@@ -108,7 +102,7 @@ class ParameterShards:
             if parameter.requires_grad and shard.numel():
                 self._trained[parameter] = nn.Parameter(shard)
         self._whole = list(parameters)
-        self._adamw = AdamW({shard: has_weight_decay(shard) for shard in self._trained.values()}, weight_decay)
+        self._adamw = AdamW({shard: rates[parameter] for parameter, shard in self._trained.items()})
 
     def zero_grad(self) -> None:
         for parameter in self._whole:
@@ -130,11 +124,11 @@ class ParameterShards:
         counted = [shard.grad for parameter, shard in self._trained.items() if parameter not in self._elsewhere]
         return squared_norm(counted if self._is_counted else ())
 
-    def step(self, lr: float, scale: float) -> None:
-        """Update the shards with their gradients times `scale`."""
+    def step(self, lr_factor: float, scale: float) -> None:
+        """Update the shards with their gradients times `scale`, by learning rates times `lr_factor`."""
         for shard in self._trained.values():
             shard.grad.mul_(scale)
-        self._adamw.step(lr)
+        self._adamw.step(lr_factor)
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """This replica's shard of a parameter, with its moments if it is trained; empty if the shard has no values."""

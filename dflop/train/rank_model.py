@@ -21,6 +21,7 @@ from dflop.plan import Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.shapes.text import ChatTokenizer, tokenizer_folder
 from dflop.step import Instruction, Node, Op
+from dflop.train.adamw import Rates, rates_of
 from dflop.train.parameter_shards import ParameterShards, SharedPasses, Units
 from dflop.train.sharded_optimizer import ShardedAdamW
 from dflop.train.tied_embedding import TiedEmbedding
@@ -38,7 +39,6 @@ class NodeModel:
     - `optimizer`: over the node's replicas.
     - `parameters`: the stage's, by their names in the whole Hugging Face model. If replicas shard them, DTensors.
     - `shards`: which part of a parameter this rank and its replicas have, if they do not have the whole.
-    - `lr`: the module's learning rate.
     - `dtype`: the dtype of computation.
     - `written_elsewhere`: names of parameters that another node or tensor-parallel rank writes to checkpoints.
     - `tied`: the matrix shared with the other end of the LLM's pipeline, if the head is tied to the embedding.
@@ -56,7 +56,6 @@ class NodeModel:
     optimizer: ShardedAdamW | ParameterShards
     parameters: dict[str, nn.Parameter]
     shards: Mapping[str, Shard]
-    lr: float
     dtype: torch.dtype
     written_elsewhere: Collection[str] = ()
     tied: TiedEmbedding | None = None
@@ -89,9 +88,9 @@ class NodeModel:
             self.tied.give_gradient()
         self.optimizer.sum_gradients()
 
-    def update(self, lr: float, scale: float) -> None:
+    def update(self, lr_factor: float, scale: float) -> None:
         """One step of the optimiser."""
-        self.optimizer.step(lr, scale)
+        self.optimizer.step(lr_factor, scale)
         if not self.shared:
             tied = [self.tied.weight] if self.tied else []
             self.optimizer.wait_for_parameters(tied if self.overlaps else None)
@@ -124,10 +123,10 @@ class RankModel:
                 node.optimizer.wait_for_parameters()
 
     def update(self, lr_factor: float, scale: float) -> None:
-        """One step of the optimisers, with each module's learning rate times `lr_factor` and the gradients times
+        """One step of the optimisers, with learning rates times `lr_factor` and the gradients times
         `scale`. With `overlaps`, updated parameters may come as late as the next forward needs them."""
         for node in self.nodes:
-            node.update(node.lr * lr_factor, scale)
+            node.update(lr_factor, scale)
         for node in self.nodes:
             if node.tied:
                 node.tied.give_values()
@@ -167,7 +166,7 @@ def build_rank_model(
         spec, tokenizer.placeholder_ids | tokenizer.special_ids, tokenizer.vocab_size(spec.media)
     )
     assert spec.has_tied_head or not hf_config.tie_word_embeddings, "the ends of a pipeline would have no group"
-    runtime.check_targets(spec, hf_config, config.model.trained)
+    runtime.check_trained(spec, hf_config, config.model.trained, config.train.part_names)
     checkpoint, weights = (
         Path(folder) if folder else None for folder in (config.model.path, config.model.weights or config.model.path)
     )
@@ -182,7 +181,7 @@ def build_rank_model(
         hf_config=hf_config,
         processors={encoder.name: runtime.processors[encoder.name](spec, checkpoint) for encoder in spec.encoders},
         tokenizer=tokenizer,
-        trained=config.model.trained,
+        trained=config.model.trained.among(spec.modules),
     )
 
 
@@ -200,27 +199,37 @@ def _build_node(
 ) -> NodeModel:
     """One node."""
     node, ranks = topology.program.nodes[index], topology.tensor[index]
-    trained_parts = config.model.trained.parts(node.module)
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
-    stage.train_parts(trained_parts)
-    lr, weight_decay = config.train.of_module(node.module)
-    common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "lr": lr, "dtype": dtype}
+    stage.train_those(config.model.trained.includes)
+    common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "dtype": dtype}
     common |= {"shards": stage.shards, "overlaps": overlaps}
     if not stage.is_trained:
         compute_in(stage, dtype)  # parameters that are never updated have no masters
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
     of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
     if units:
-        shared = SharedPasses(stage, units)
-        stage.train_parts(trained_parts)  # again, since sharding has set it for whole units
-        return _with_shared_parameters(common, shared, topology, weight_decay, of_first)
+        shared = SharedPasses(stage, units, config.model.trained)
+        return _with_shared_parameters(common, shared, topology, _rates(config, stage), of_first)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
-    return _with_whole_parameters(common, embedding, topology, weight_decay, of_first)
+    return _with_whole_parameters(common, embedding, topology, _rates(config, stage), of_first)
+
+
+def _rates(config: Config, stage: Stage) -> dict[nn.Parameter, Rates]:
+    """The rates of a stage's trained parameters."""
+    return {
+        parameter: rates_of(parameter, *config.train.of_part(stage.plain_name(name)))
+        for name, parameter in stage.named_hf_parameters().items()
+        if parameter.requires_grad
+    }
 
 
 def _with_shared_parameters(
-    common: dict[str, Any], shared: SharedPasses, topology: Topology, weight_decay: float, of_first: Sequence[str]
+    common: dict[str, Any],
+    shared: SharedPasses,
+    topology: Topology,
+    rates: Mapping[nn.Parameter, Rates],
+    of_first: Sequence[str],
 ) -> NodeModel:
     """A node whose replicas share its parameters."""
     parameters = common["stage"].named_hf_parameters()
@@ -228,7 +237,7 @@ def _with_shared_parameters(
         list(parameters.values()),
         topology.sharers[common["index"]],
         topology.rank,
-        weight_decay=weight_decay,
+        rates=rates,
         counted_elsewhere=[parameters[name] for name in of_first],
     )
     return NodeModel(**common, optimizer=optimizer, parameters=parameters, shared=shared, written_elsewhere=of_first)
@@ -238,7 +247,7 @@ def _with_whole_parameters(
     common: dict[str, Any],
     embedding: TiedEmbedding | None,
     topology: Topology,
-    weight_decay: float,
+    rates: Mapping[nn.Parameter, Rates],
     of_first: Sequence[str],
 ) -> NodeModel:
     """A node whose replicas hold its whole parameters, and share the optimiser's state."""
@@ -251,7 +260,7 @@ def _with_whole_parameters(
     optimizer = ShardedAdamW(
         [parameter for parameter in parameters.values() if parameter is not copy],
         topology.replicas[common["index"]],
-        weight_decay=weight_decay,
+        rates=rates,
         computed_in=dtype,
         counted_elsewhere=[parameters[name] for name in of_first],
         complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
@@ -288,16 +297,19 @@ def _build_stage(
     check_tp(spec, node.module, ranks.size)
     units = None
     if plan.grid(node.module).gathers:
-        units = Units(topology.sharers[index], dtype, trained_parts=trained.parts(node.module))
+        units = Units(topology.sharers[index], dtype)
+    num_layers = spec.module(node.module).num_layers
+    layers = plan.layers_of(node.module, num_layers)[node.pp_stage]
     stage = load_runtime(spec.family).build_stage(
         hf_config,
         node.module,
-        layers=plan.layers_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
+        layers=layers,
         seed=config.seed,
         checkpoint=checkpoint,
-        dtype=held_in(dtype) if trained.parts(node.module) else dtype,  # frozen weights are never wider
+        dtype=held_in(dtype) if trained.trains_weights(node.module) else dtype,  # frozen weights are never wider
         device=topology.device,
-        num_recomputed=plan.recomputed_of(node.module, spec.module(node.module).num_layers)[node.pp_stage],
+        num_recomputed=plan.recomputed_of(node.module, num_layers)[node.pp_stage],
+        num_still=trained.among(spec.modules).ways(node.module).within(layers).num_still,
         ranks=ranks,
         share=units.share if units else None,
         is_empty=is_empty,

@@ -9,7 +9,7 @@ If parameters have less precision than fp32, their gradients are fp32, and the o
 it (Micikevicius et al., "Mixed precision training", 2018, section 3.1).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from torch import nn
 
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.models.precision import set_values
-from dflop.train.adamw import AdamW, Piece, has_weight_decay, squared_norm
+from dflop.train.adamw import AdamW, Piece, Rates, squared_norm
 
 __all__ = ["ShardedAdamW"]
 
@@ -46,11 +46,11 @@ class _Run(NamedTuple):
 
     start: int
     masters: nn.Parameter
-    decays: bool
+    rates: Rates
 
 
 class ShardedAdamW:
-    """AdamW over the parameters that require gradients.
+    """AdamW over the parameters that require gradients, each with its `rates`.
 
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
     the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
@@ -64,7 +64,7 @@ class ShardedAdamW:
         parameters: Sequence[nn.Parameter],
         replicas: dist.ProcessGroup,
         *,
-        weight_decay: float,
+        rates: Mapping[nn.Parameter, Rates],
         computed_in: torch.dtype | None = None,
         counted_elsewhere: Collection[nn.Parameter] = (),
         complete_later: Collection[nn.Parameter] = (),
@@ -73,7 +73,7 @@ class ShardedAdamW:
     ) -> None:
         self._replicas = replicas
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
-        trained = [tensor for tensor in parameters if tensor.requires_grad]
+        trained, self._rates = [tensor for tensor in parameters if tensor.requires_grad], rates
         # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
@@ -95,9 +95,9 @@ class ShardedAdamW:
         if self._num_replicas > 1:
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self._note_complete)
-        # By bucket, the ranges of the own share that are updated: one with weight decay, then one without.
+        # By bucket, the ranges of the own share that are updated: one for each of its parameters' rates.
         self._runs = [self._make_runs(number) for number in range(len(self._buckets))]
-        self._adamw = AdamW({run.masters: run.decays for runs in self._runs for run in runs}, weight_decay)
+        self._adamw = AdamW({run.masters: run.rates for runs in self._runs for run in runs})
 
     def zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -151,14 +151,14 @@ class ShardedAdamW:
         stage's."""
         return squared_norm(bucket.gradients[bucket.owned] for bucket in self._buckets if bucket.is_counted)
 
-    def step(self, lr: float, scale: float) -> None:
-        """Update the own share with its gradients times `scale`, and begin to send the result to all replicas. Nobody
-        may read parameters before `wait_for_parameters`."""
+    def step(self, lr_factor: float, scale: float) -> None:
+        """Update the own share with its gradients times `scale`, by learning rates times `lr_factor`, and begin to send
+        the result to all replicas. Nobody may read parameters before `wait_for_parameters`."""
         self.wait_for_parameters()
         for bucket, runs in zip(self._buckets, self._runs, strict=True):
             for start, masters, _ in runs:
                 masters.grad = bucket.gradients[start : start + len(masters)].mul_(scale)
-        self._adamw.step(lr)
+        self._adamw.step(lr_factor)
         self._begin_gathers()
 
     def wait_for_parameters(self, parameters: Collection[nn.Parameter] | None = None) -> None:
@@ -220,7 +220,7 @@ class ShardedAdamW:
         self, parameters: list[nn.Parameter], computed_in: torch.dtype | None, is_counted: bool
     ) -> _Bucket:
         size = 0
-        parameters = sorted(parameters, key=has_weight_decay, reverse=True)  # one run with weight decay, one without
+        parameters = sorted(parameters, key=self._rates.__getitem__, reverse=True)  # equal rates are one run
         for parameter in parameters:
             self._places[parameter] = len(self._buckets), size
             size += _aligned(parameter.numel(), _ALIGNMENT)
@@ -243,17 +243,19 @@ class ShardedAdamW:
         return _Bucket(values, masters, gradients, owned, is_counted)
 
     def _make_runs(self, number: int) -> list[_Run]:
-        """The parts of a bucket's own share with weight decay and without, which each are one range of it."""
-        bucket = self._buckets[number]
-        plain = [
-            begin for parameter, (at, begin) in self._places.items() if at == number and not has_weight_decay(parameter)
-        ]
-        turn = min(max(min(plain, default=bucket.owned.stop), bucket.owned.start), bucket.owned.stop)
-        return [
-            _Run(start, nn.Parameter(bucket.masters[start - bucket.owned.start : stop - bucket.owned.start]), decays)
-            for decays, start, stop in ((True, bucket.owned.start, turn), (False, turn, bucket.owned.stop))
-            if start < stop
-        ]
+        """The parts of a bucket's own share with equal rates, which each are one range of it."""
+        bucket, starts = self._buckets[number], {}
+        for parameter, (at, begin) in self._places.items():
+            if at == number:
+                starts.setdefault(self._rates[parameter], begin)
+        begins = [0, *list(starts.values())[1:], len(bucket.values)]
+        runs = []
+        for rates, begin, end in zip(starts, begins[:-1], begins[1:], strict=True):
+            start, stop = max(begin, bucket.owned.start), min(end, bucket.owned.stop)
+            if start < stop:
+                masters = bucket.masters[start - bucket.owned.start : stop - bucket.owned.start]
+                runs.append(_Run(start, nn.Parameter(masters), rates))
+        return runs
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:

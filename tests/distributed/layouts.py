@@ -7,6 +7,7 @@ schedules of its steps. `run_rank` carries these out and compares. No test frame
 import dataclasses
 import functools
 import json
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -58,8 +59,21 @@ NUM_STEPS = {
     "internvl lora": 1,
     "qwen lora": 1,
     "qwen3 lora": 1,
+    "last layers": 2,
+    "qwen last layers": 1,
+    "internvl norms": 1,
+    "qwen3 parts": 1,
 }
 _LR = 1e-3
+# The parameters of the whole model that these variants train, in transformers' own names.
+TRAINED = {
+    "last layers": r"language_model\.(layers\.[23]\.|norm\.)|lm_head",
+    "qwen last layers": r"language_model\.layers\.3\.|merger|lm_head",
+    "internvl norms": "norm",
+    "qwen3 parts": r"visual\.blocks\.[1-9]\.|merger|embed_tokens|language_model\.layers\.[0-9]\.self_attn",
+}
+# Learning rate and weight decay of parameters that do not have those of all others.
+OWN_RATES = {"last layers": {"lm_head.weight": (3e-3, 0.2)}}
 
 
 TWICE = (
@@ -103,7 +117,7 @@ _EXACT = Precision()
 def write_expected(folder: Path, variant: str, values: dict, batches: Sequence[SampleShapes]) -> None:
     """Write a variant's config, and what the whole model finds on these batches, a step each."""
     (folder / f"{variant}.json").write_text(json.dumps(values))
-    torch.save(_expected(load_config(values), batches), folder / f"{variant}.pt")
+    torch.save(_expected(load_config(values), variant, batches), folder / f"{variant}.pt")
 
 
 def write_case(
@@ -131,16 +145,19 @@ def _num_steps(name: str, variant: str) -> int:
     return NUM_STEPS[variant] if name in TWICE else 1
 
 
-def _expected(config: Config, batches: Sequence[SampleShapes]) -> dict:
+def _expected(config: Config, variant: str, batches: Sequence[SampleShapes]) -> dict:
     """Losses and gradients of the steps, and the weights after each."""
     model = build_whole_model(config)
     for part, parameter in model.named_parameters():
         module = "llm" if "language_model" in part or "lm_head" in part else "vision"
         is_projector = "projector" in part or "merger" in part or part == "model.image_newline"
+        if variant in TRAINED:
+            parameter.requires_grad_(re.search(TRAINED[variant], part) is not None)
+            continue
         fixed = [*config.model.freeze, *(config.model.lora.modules if config.model.lora else ())]
         is_fixed = module in fixed or (f"{module}.encoder" in fixed and not is_projector)
         parameter.requires_grad_(".lora_" in part or not is_fixed)
-    optimizer = optimizer_of(model, _LR)
+    optimizer = optimizer_of(model, _LR, OWN_RATES.get(variant, {}))
     losses, gradients, weights, own_of = [], [], [], {name_of(name): own for name, own in model.named_parameters()}
     start = {name: own.detach().clone() for name, own in own_of.items() if ".lora_B." in name}
     for batch in batches:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from dflop.config import TrainConfig, load_config
 from dflop.plan import Grid, Plan
 from dflop.step import make_program
+from dflop.train.adamw import Rates
 from dflop.train.checkpoint import load_checkpoint, save_checkpoint
 from dflop.train.generation import Generation
 from dflop.train.observations import Observations
@@ -41,7 +42,7 @@ def _join(rank: int, store: Path, world_size: int = 2) -> None:
 
 def _part(value: float) -> SimpleNamespace:
     weight = nn.Parameter(torch.full((1000, 50), value))
-    optimizer = ShardedAdamW([weight], dist.group.WORLD, weight_decay=0.0)
+    optimizer = ShardedAdamW([weight], dist.group.WORLD, rates={weight: Rates(1e-3, 0.0)})
     return SimpleNamespace(parameters={"weight": weight}, shards={}, optimizer=optimizer, written_elsewhere=())
 
 

@@ -144,6 +144,21 @@ LORA = (
     ("parameters 2, tp 2", "qwen lora"),
     ("encoder pp 2, LLM pp 3", "qwen3 lora"),
 )
+# Parts by pattern: an LLM's last layers alone or behind a trained projector, norms, and parts of both modules.
+PARTS = (
+    ("disjoint 1+2, LLM pp 2", "last layers"),
+    ("interleaved", "last layers"),
+    ("parameters 2", "last layers"),
+    ("disjoint 2+2, both tp 2, checkpointing", "last layers"),
+    ("encoder pp 2, LLM pp 3", "qwen last layers"),
+    ("parameters 2, tp 2", "qwen last layers"),
+    ("monolithic pp 2", "internvl norms"),
+    ("disjoint 1+2, LLM tp 2", "internvl norms"),
+    ("parameters 2+2", "internvl norms"),
+    ("encoder pp 2", "qwen3 parts"),
+    ("colocated encoder tp 2", "qwen3 parts"),
+    ("parameters 2x2", "qwen3 parts"),
+)
 IN_CI = [case for case in ALL_ONCE if case[0] not in SMALLER] + list(PROJECTOR)
 OTHERS = [case for case in ALL_ONCE if case[0] in SMALLER]
 OTHERS += [
@@ -166,6 +181,7 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
     made_of = {"internvl": internvl_run[0], "qwen": qwen_run[0], "qwen3": qwen3_run[0], "omni": omni_run[0]}
     made_of["qwen3 projector"] = qwen3_run[0]
     made_of |= {f"{family} lora": made_of[family] for family in ("internvl", "qwen", "qwen3")}
+    made_of |= {name: made_of[name.partition(" ")[0]] for name in ("qwen last layers", "internvl norms", "qwen3 parts")}
     folder = tmp_path_factory.mktemp("layouts")
     configs = {
         "plain": config,
@@ -187,6 +203,17 @@ def prepare(dataset, run, internvl_run, qwen_run, qwen3_run, omni_run, tmp_path_
     for family in ("plain", "internvl", "qwen", "qwen3"):
         own = configs[family]
         configs[f"{family} lora"] = own | {"model": own["model"] | {"lora": both}}
+    parts = {
+        "last layers": ("plain", ["llm.layers.[2-3]", "llm.norm", "llm.head"]),
+        "qwen last layers": ("qwen", ["projector", "llm.layers.3", "llm.head"]),
+        "internvl norms": ("internvl", ["*norm*"]),
+        "qwen3 parts": ("qwen3", ["vision", "llm.embeddings", "llm.layers.*.self_attn"]),
+    }
+    for name, (of, train) in parts.items():
+        configs[name] = configs[of] | {"model": configs[of]["model"] | {"train": train}}
+    configs["qwen3 parts"]["model"]["freeze"] = ["vision.encoder.embeddings", "vision.encoder.layers.0"]
+    own = {"llm.head": {"lr": 3e-3, "weight_decay": 0.2}}
+    configs["last layers"] |= {"train": configs["last layers"]["train"] | {"modules": own}}
     costs, samples, batches = {}, {}, {}
 
     def expect(variant: str) -> None:
@@ -256,6 +283,7 @@ def _without_one_damaged(batch: SampleShapes, dataset: Path, copy: Path) -> Samp
     [
         pytest.param(IN_CI, id="each kind of layout"),
         pytest.param(LORA, id="with adapters", marks=pytest.mark.skipif(not find_spec("peft"), reason="no peft")),
+        pytest.param(PARTS, id="of named parts"),
         pytest.param(OTHERS, id="with other models", marks=pytest.mark.exhaustive),
     ],
 )

@@ -12,6 +12,7 @@ from torch import nn
 
 from dflop.base import UserError
 from dflop.train import checkpoint_tensors
+from dflop.train.adamw import Rates, rates_of
 from dflop.train.checkpoint import load_checkpoint, save_checkpoint
 from dflop.train.sharded_optimizer import ShardedAdamW
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.serial
 
 _SHAPES = [(7, 9), (5,), (130, 3), (64,), (1,), (40, 40)]
 _LR, _DECAY, _SCALE = 1e-2, 0.1, 0.3
+_OWN = Rates(3.0, 0.4)
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -26,6 +28,12 @@ def _parameters() -> list[nn.Parameter]:
     made = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in _SHAPES]
     made[3].requires_grad_(False)
     return made
+
+
+def _rates(parameters: list[nn.Parameter], weight_decay: float = _DECAY) -> dict[nn.Parameter, Rates]:
+    """Those of the factor `_LR`; the last but one has its own."""
+    rates = {own: rates_of(own, 1.0, weight_decay) for own in parameters}
+    return rates | ({parameters[-2]: _OWN} if len(parameters) == len(_SHAPES) else {})
 
 
 def _gradients(step: int, replica: int) -> list[torch.Tensor]:
@@ -39,7 +47,8 @@ def _expected(num_steps: int, num_replicas: int) -> tuple[list[nn.Parameter], to
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [own for own in trained if own.ndim > 1], "weight_decay": _DECAY},
-        {"params": [own for own in trained if own.ndim <= 1], "weight_decay": 0.0},
+        {"params": [own for own in trained if own.ndim <= 1 and own is not parameters[-2]], "weight_decay": 0.0},
+        {"params": [parameters[-2]], "weight_decay": _OWN.weight_decay, "lr": _OWN.lr * _LR},
     ]
     optimizer = torch.optim.AdamW(groups, lr=_LR)
     for step in range(num_steps):
@@ -59,7 +68,7 @@ def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024, *, narrow
     return ShardedAdamW(
         parameters,
         dist.group.WORLD,
-        weight_decay=_DECAY,
+        rates=_rates(parameters),
         bucket_bytes=bucket_bytes,
         computed_in=torch.bfloat16 if narrow else None,
     )
@@ -182,7 +191,7 @@ def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bu
 def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
     _join(replica, num_replicas, store)
     first, last, tied = parameters = [nn.Parameter(torch.ones(128, 1)) for _ in range(3)]  # in the order of forward
-    how = {"weight_decay": _DECAY, "complete_later": [tied], "bucket_bytes": 1}
+    how = {"rates": _rates(parameters), "complete_later": [tied], "bucket_bytes": 1}
     sharded = ShardedAdamW(parameters, dist.group.WORLD, **how)
 
     def now() -> list[float]:
@@ -213,7 +222,7 @@ def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
 def _check_late_values(replica: int, num_replicas: int, store: str) -> None:
     _join(replica, num_replicas, store)
     first, last, apart = parameters = [nn.Parameter(torch.ones(128, 1)) for _ in range(3)]
-    how = {"weight_decay": 0.0, "needed_first": [last], "bucket_bytes": 1}
+    how = {"rates": _rates(parameters, 0.0), "needed_first": [last], "bucket_bytes": 1}
     sharded = ShardedAdamW(parameters, dist.group.WORLD, **how)
     for number in range(2):  # the second time, nobody has waited for the third parameter
         sharded.zero_grad()
@@ -248,7 +257,7 @@ def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):
     _join(0, 1, str(tmp_path / "store"))
     try:
         own = _parameters()
-        frozen = ShardedAdamW([], dist.group.WORLD, weight_decay=_DECAY)
+        frozen = ShardedAdamW([], dist.group.WORLD, rates={})
         save_checkpoint(tmp_path, 2, [_part(own, frozen)], {})
         with pytest.raises(UserError, match=r"step-000002 holds 0 of 63 values of optimizer/0/exp_avg; .* delete it"):
             load_checkpoint(tmp_path / "step-000002", [_part(own, _sharded(own))])
@@ -260,7 +269,7 @@ def test_a_frozen_stage_has_nothing_to_update(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        optimizer = ShardedAdamW([frozen], dist.group.WORLD, weight_decay=_DECAY)
+        optimizer = ShardedAdamW([frozen], dist.group.WORLD, rates={})
         optimizer.zero_grad()
         optimizer.sum_gradients()
         optimizer.step(_LR, 1.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -72,11 +73,16 @@ def name_of(parameter: str) -> str:
     return parameter.replace(".base_layer.", ".").replace(".default.", ".")
 
 
-def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW over what requires gradients; vectors do not decay."""
-    trained = [own for own in model.parameters() if own.requires_grad]
+def optimizer_of(
+    model: torch.nn.Module, lr: float, own_rates: Mapping[str, tuple[float, float]] = MappingProxyType({})
+) -> torch.optim.AdamW:
+    """AdamW over what requires gradients; vectors do not decay. `own_rates` has, by name, learning rates and weight
+    decays that are not those of all others."""
+    named = dict(model.named_parameters())
+    trained = [own for name, own in named.items() if own.requires_grad and name not in own_rates]
     matrices, vectors = [own for own in trained if own.ndim > 1], [own for own in trained if own.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    groups += [{"params": [named[name]], "lr": own, "weight_decay": decay} for name, (own, decay) in own_rates.items()]
     return torch.optim.AdamW(groups, lr=lr)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dflop.train.adamw import AdamW, squared_norm
+from dflop.train.adamw import AdamW, Rates, squared_norm
 from dflop.train.observations import Observations
 from dflop.train.saver import CheckpointSaver
 from dflop.train.sharded_optimizer import ShardedAdamW
@@ -30,7 +30,7 @@ def updated(setting: Setting) -> Figures:
     weights = [nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
     for own in weights:
         own.grad = torch.randn_like(own)
-    optimizer, gradients = AdamW(dict.fromkeys(weights, True), 0.1), [own.grad for own in weights]
+    optimizer, gradients = AdamW(dict.fromkeys(weights, Rates(1.0, 0.1))), [own.grad for own in weights]
 
     def zero() -> None:
         for own in gradients:
@@ -54,7 +54,12 @@ def saved_beside_steps(setting: Setting) -> Figures:
     with alone_in_world(setting) as device:
         count, size = (2, 2**12) if setting.is_tiny else (40, _VALUES_OF_BUCKET)
         weights = {f"weight{number}": nn.Parameter(torch.randn(size, device=device)) for number in range(count)}
-        optimizer = ShardedAdamW(list(weights.values()), dist.group.WORLD, weight_decay=0.0, computed_in=torch.bfloat16)
+        optimizer = ShardedAdamW(
+            list(weights.values()),
+            dist.group.WORLD,
+            rates=dict.fromkeys(weights.values(), Rates(1.0, 0.0)),
+            computed_in=torch.bfloat16,
+        )
         part = SimpleNamespace(parameters=weights, shards={}, optimizer=optimizer, written_elsewhere=())
         state_bytes = 12 * count * size
         folder = setting.folder / "saver"

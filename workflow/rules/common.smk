@@ -22,6 +22,7 @@ from dflop.shapes.profile import useful_workers
 from dflop.models import (
     able_tp_sizes,
     check_modules,
+    check_parts,
     check_runnable,
     load_model_spec,
     model_digest,
@@ -65,7 +66,7 @@ try:
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
     SPEC = load_model_spec(CONFIG.model)
     check_modules(SPEC, CONFIG.plan.fixed.modules if CONFIG.plan.fixed else (), "plan.fixed")
-    check_modules(SPEC, CONFIG.train.modules, "train.modules")
+    check_parts(SPEC, CONFIG.train.part_names)
     MODULES = [module.name for module in SPEC.modules]
     # Not every tp size can divide every module of a model.
     TP_SIZES = able_tp_sizes(SPEC, CONFIG.costs.tp_sizes)
@@ -156,11 +157,13 @@ def config_for_shard(wildcards):
 
 
 def config_for_costs():
-    """The config of the jobs that measure. Frozen encoders are left out of `model.freeze`: they are measured like
-    trained ones, so that freezing or unfreezing one reruns no measurement."""
+    """The config of the jobs that measure. Where modules are measured as whole ones, it names those that pass gradients
+    on and nothing else: parts without a backward are measured like trained ones, so that freezing or unfreezing them
+    reruns no measurement."""
     part = json.loads(config_for("profile-costs"))
-    model = CONFIG.model
-    part["model"]["freeze"] = [name for name in model.freeze if model.trained.passes_gradients_on(name)]
+    measured = CONFIG.model.trained.among(SPEC.modules).measured_modules()
+    if measured is not None:
+        part["model"] |= {"train": None, "freeze": measured}
     return json.dumps(part, sort_keys=True)
 
 

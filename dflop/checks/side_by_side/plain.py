@@ -4,6 +4,7 @@ AdamW."""
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,26 +12,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
+from dflop.base import UserError
 from dflop.base.torch_versions import reduce_unused, with_unused
 from dflop.checks.one_process import job_of
 from dflop.checks.side_by_side.sides import Side
-from dflop.config import Config
+from dflop.config import Config, ModelConfig
 from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, TrainingRecords
 from dflop.models import load_model_spec
 from dflop.models.microbatch import EncoderBatch, SegmentEnds, TextBatch
 from dflop.models.precision import COMPUTES_IN
-from dflop.models.stages import EncoderStage, LlmStage
+from dflop.models.stages import EncoderStage, LlmStage, Stage
 from dflop.models.tensor_group import ALONE
 from dflop.plan import Grid, Plan
+from dflop.plan.trained import TrainedSet
 from dflop.schedule import StepSchedule
 from dflop.shapes import list_sources
 from dflop.step import make_program
-from dflop.train.adamw import has_weight_decay, parameter_groups
+from dflop.train.adamw import parameter_groups, rates_of
 from dflop.train.data_loader import load_ahead, make_loader
+from dflop.train.node_work import blank_batch
 from dflop.train.rank_model import RankModel, build_rank_model
 
 __all__ = ["plain_side"]
@@ -49,22 +53,25 @@ def plain_side(
     """Plain data parallelism over the samples of these steps. torch's DistributedSampler divides them among the ranks,
     and each rank's share is cut into `num_microbatches`; every rank must call this.
 
-    DDP looks for unused parameters, as it must if a rank may have only texts. With `shards`, FSDP2 is applied to each
-    layer and to the whole model; a rank with only texts then encodes a blank item, because all ranks must gather the
-    same layers. `padded` makes each sample as long as the longest in its microbatch. The model must have one encoder.
+    A rank with only texts encodes a blank item, so that all ranks use the same parameters: DDP need not look for unused
+    ones, and FSDP2 gathers the same layers. With `shards`, FSDP2 is applied to each layer and to the whole model. What
+    is trained is as in the config, but adapters (`model.lora`) are those of the package peft.
+    `padded` makes each sample as long as the longest in its microbatch. The model must have one encoder.
     """
     model, plan = _whole_model(config, device)
     (encoder,) = model.spec.encoders
     whole = _Whole(
         *(node.stage for node in model.nodes),
-        model.processors[encoder.name].item_shape,
+        blank_batch(model.spec, encoder.name),
         model.spec.feature_size,
-        encodes_always=shards,
     )
-    ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole, find_unused_parameters=True)
-    decays = {parameter: has_weight_decay(parameter) for parameter in ddp.parameters()}
-    groups = parameter_groups(decays, config.train.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.train.lr, fused=True)
+    ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole)
+    rates = {
+        parameter: rates_of(parameter, config.train.lr, config.train.weight_decay)
+        for parameter in ddp.parameters()
+        if parameter.requires_grad
+    }
+    optimizer = torch.optim.AdamW(parameter_groups(rates), fused=True)
     jobs = _Jobs(schedules, num_microbatches)
     records = TrainingRecords(list_sources(config.data), config.seed)
     dataset = _MediaAndText(*(make_loader(config, model, plan, node, records) for node in model.nodes), padded)
@@ -106,29 +113,63 @@ def _whole_model(config: Config, device: torch.device) -> tuple[RankModel, Plan]
         replicas=dict.fromkeys(nodes, alone),
         tied={},
     )
-    model = build_rank_model(config, plan, place, COMPUTES_IN[config.train.precision])
+    lora, dtype = config.model.lora, COMPUTES_IN[config.train.precision]
+    if lora:  # what peft adapts is frozen
+        without = replace(config.model, lora=None, freeze=[*config.model.freeze, *_without_adapters(config.model)])
+        model = build_rank_model(replace(config, model=without), plan, place, dtype)
+        for node in model.nodes:
+            _adapt_with_peft(node.stage, config.model.trained)
+    else:
+        model = build_rank_model(config, plan, place, dtype)
     for node in model.nodes:  # parameters are views of the flat buckets of an optimiser that is not used here
         for parameter in node.stage.parameters():
             parameter.data, parameter.grad = parameter.data.clone(), None
     return model, plan
 
 
+def _without_adapters(model: ModelConfig) -> list[str]:
+    """Names of what adapters take the place of: the layers of their modules, and an LLM's ends that are not named."""
+    return [f"{name}.layers" for name in model.lora.modules] + ([] if model.train else list(model.lora.modules))
+
+
+def _adapt_with_peft(stage: Stage, trained: TrainedSet) -> None:
+    """Put peft's own adapters into the stage's linear layers that `model.lora` adapts."""
+    if not trained.adapts(stage.module):
+        return
+    try:
+        import peft
+    except ModuleNotFoundError:
+        raise UserError(
+            "the rows of plain PyTorch take their adapters from peft, which is not here: pip install peft"
+        ) from None
+    lora = trained.lora
+    inside = [
+        name
+        for layer in stage.layer_names
+        for name, own in stage.hf.get_submodule(layer).named_modules(prefix=layer)
+        if isinstance(own, nn.Linear)
+    ]
+    names = [name for name in inside if any(fnmatchcase(name, pattern) for pattern in lora.targets)]
+    settings = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora, target_modules=names
+    )
+    own = {parameter for parameter in stage.parameters() if parameter.requires_grad}
+    peft.inject_adapter_in_model(settings, stage.hf)
+    for parameter in own:  # peft has frozen all that is not its own
+        parameter.requires_grad_(True)
+
+
 class _Whole(nn.Module):
     """The encoder and the LLM as one module, as a user would write it: it returns the summed loss of a rank's packed
-    samples. If it `encodes_always`, it encodes a blank item for texts without media, and does not use the result."""
+    samples. For texts without media it encodes the `blank` item, and does not use the result."""
 
-    def __init__(
-        self,
-        encoder: EncoderStage,
-        llm: LlmStage,
-        item_shape: tuple[int, ...],
-        feature_size: int,
-        *,
-        encodes_always: bool,
-    ) -> None:
+    def __init__(self, encoder: EncoderStage, llm: LlmStage, blank: EncoderBatch, feature_size: int) -> None:
         super().__init__()
-        self.encoder, self.llm, self.encodes_always = encoder, llm, encodes_always
-        self.item_shape, self.feature_size = item_shape, feature_size
+        self.encoder, self.llm, self.blank, self.feature_size = encoder, llm, blank, feature_size
+        trained = [own for own in encoder.parameters() if own.requires_grad]
+        self.encodes_always = bool(trained)
+        # Such as LLaVA's newline, which clips do not have.
+        self.vectors = [own for own in trained if own.ndim == 1]
 
     def forward(self, media: EncoderBatch, text: TextBatch) -> torch.Tensor:
         like = next(self.encoder.parameters())
@@ -136,11 +177,12 @@ class _Whole(nn.Module):
         if len(media.items):
             features = self.encoder(media)
         elif self.encodes_always:
-            blank = replace(media, items=like.new_zeros((1, *self.item_shape)))
-            unused = 0.0 * self.encoder.encode(self.encoder.embed(blank), blank)[-1].sum()
+            unused = sum(made.sum() for made in self.encoder(self.blank.to(like.device, like.dtype)))
+        if self.encodes_always:
+            unused = 0.0 * (unused + sum(own.sum() for own in self.vectors))
         nothing = like.new_zeros((0, self.feature_size))
         loss = self.llm(self.llm.embed(text, [torch.cat([nothing, *features])]), text) + unused
-        return with_unused(self, loss) if self.encodes_always else loss
+        return with_unused(self, loss) if isinstance(self, FSDPModule) else loss
 
 
 def _in_shards(whole: _Whole, device: torch.device) -> nn.Module:

@@ -52,6 +52,7 @@ class AudioStage(EncoderStage):
     layers. Those after a sound's end attend only to each other, and are not used."""
 
     # Embeddings of the beginning and the end of a sound, for generated speech.
+    module = "audio"
     unread = ("model.audio_tower.audio_bos_eos_token.weight",)
 
     @property

@@ -31,5 +31,7 @@ def _row(run: Path, stage: Stage) -> dict[str, Any]:
     figures = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None
     model = stage.config.get("model") or {}
     adapted = (model.get("lora") or {}).get("modules", ["llm"]) if model.get("lora") is not None else []
-    limits = [*model.get("freeze", ()), *(f"{name} but its adapters" for name in adapted)]
+    named = model.get("train") or ()
+    limits = [f"all but {', '.join(named)}"] if named else []
+    limits += [*model.get("freeze", ()), *(f"{name} but its adapters" for name in adapted)]
     return {"name": stage.name, "run": run.name, "frozen": ", ".join(limits) or "nothing", "figures": figures}

@@ -1,7 +1,7 @@
 """What is counted on fake tensors is what torch counts and keeps when the same pieces run on a CPU."""
 
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ class RealStage:
         names = ("image", "video", "audio", *spec.rules.special_tokens)
         config = runtime.make_config(spec, {name: place for place, name in enumerate(names)}, 0)
         self.stage = runtime.build_stage(config, module, layers=range(2), seed=0, trained=trained)
-        self.stage.train_parts(trained.parts_measured_as_trained(module))
+        self.stage.train_those(partial(trained.is_measured_as_trained, module))
         compute_in(self.stage, torch.bfloat16)
         self._runs = MadeUpRuns(spec, module, self.stage, torch.bfloat16)
 

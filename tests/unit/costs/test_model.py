@@ -1,6 +1,7 @@
 """Predictions follow the load, layer by layer, whatever the shape of the arrays that ask."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -261,3 +262,28 @@ def test_tables_without_a_fit_are_refused(tmp_path):
         CostModel.load(tmp_path / "costs.duckdb")
     with pytest.raises(UserError, match="does not exist; make it with `dflop fit-costs`"):
         CostModel.load(tmp_path / "none.duckdb")
+
+
+def test_a_stage_is_charged_for_its_trained_layers_those_that_pass_gradients_on_and_those_without_a_backward(costs):
+    costs = dataclasses.replace(
+        costs, passing={("llm", LayoutKey()): (0.5, 0.25)}, partial_bytes={("llm", LayoutKey(), "layer"): 7.0}
+    )
+    forward, backward = (
+        {part: form(llm_loads(300, 40)) for part, form in forms.items()}
+        for forms in costs.part_forms("llm", LayoutKey())
+    )
+    kept = costs.activations["llm", LayoutKey(), "layer", False](llm_loads(300, 40))
+    named = ("llm.layers.3", "llm.layers.4", "llm.layers.5.*norm*", "llm.layers.7")
+    modules = [SimpleNamespace(name="vision", num_layers=2), SimpleNamespace(name="llm", num_layers=8)]
+    first, second = stage_kinds("llm", LayoutKey(), (4, 4), (0, 2), TrainedSet(named=named).among(modules))
+    assert (first.num_whole, second.num_whole) == (1, 2)
+    for kind, layers_s in ((first, backward["layer"]), (second, (2.5 + 1) * backward["layer"] + 2 * forward["layer"])):
+        own = {part: count for part, count in kind.parts if "layer" not in part}
+        in_forward, in_backward = costs.stage_time(kind, llm_loads(300, 40))
+        assert in_forward == pytest.approx(4 * forward["layer"] + sum(forward[part] for part in own))
+        others_s = sum(backward[part] for part in own if part != "first")
+        assert in_backward == pytest.approx(layers_s + others_s)
+    stage_kept = costs.activations["llm", LayoutKey(), "stage", False](llm_loads(300, 40))
+    assert costs.stage_memory(first, llm_loads(300, 40)).activation_bytes == pytest.approx(kept + stage_kept)
+    layer = costs.parameter_bytes["llm", LayoutKey(), "layer"]
+    assert costs.trained_and_frozen_bytes(second)[0] == 2 * layer + 7.0

@@ -66,7 +66,7 @@ def test_what_is_frozen_must_be_a_module_of_the_model_and_not_all_of_them():
     )
     assert "`model.freeze[0]` is 'llm.encoder'" in refusal(freeze=["llm.encoder"])
     for everything in (["vision", "llm"], ["vision.encoder", "vision", "llm"]):
-        assert "`model.freeze` names every module" in refusal(freeze=everything)
+        assert "`model.freeze` names all that would be trained" in refusal(freeze=everything)
 
 
 def test_adapters_are_of_the_llm_or_of_encoders_without_their_projectors():

@@ -23,6 +23,16 @@ ALL_PLACEMENTS = ["disjoint", "colocated", "bubble_filled", "monolithic"]
 # So much a device that, with `with_quick_tp_2`, tensor-parallel ranks with sharded parameters are the fastest that fit.
 LITTLE_GIB = 0.009
 ALL_SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b"]
+# What may be frozen: modules, encoders without their projectors, and some layers, below and between trained ones.
+FROZEN = [
+    (),
+    ("vision",),
+    ("llm",),
+    ("vision.encoder",),
+    ("vision.encoder", "llm"),
+    ("vision", "llm.embeddings", "llm.layers.[0-1]"),
+    ("vision.encoder.embeddings", "vision.encoder.layers.0", "llm.layers.[1-2]"),
+]
 ALL_SHARDINGS = ["optimizer", "parameters", "hybrid"]
 
 

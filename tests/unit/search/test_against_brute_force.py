@@ -6,7 +6,7 @@ import pytest
 from encoders import spec_with
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from spaces import bent_costs, make_config, price_all, some_needs, uneven_samples, with_memory
+from spaces import FROZEN, bent_costs, make_config, price_all, some_needs, uneven_samples, with_memory
 
 from dflop.balance import LPT, RANDOM
 from dflop.base import UserError
@@ -42,7 +42,7 @@ def check_against_all(config, spec: ModelSpec, costs: CostModel, samples: Sample
 @given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
-    freeze=st.sampled_from([(), ("vision",), ("llm",), ("vision.encoder",), ("vision.encoder", "llm")]),
+    freeze=st.sampled_from(FROZEN),
     policy=st.sampled_from([LPT, RANDOM]),
     memory_share=st.sampled_from([0.0, 0.02, 0.2, 0.6, 1.0]),
 )

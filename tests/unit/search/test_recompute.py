@@ -27,7 +27,9 @@ def most_of(plan: Plan, spec: ModelSpec, freeze: tuple[str, ...]) -> dict[str, n
     for grid in plan.grids:
         layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
         on_devices = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
-        most[grid.module] = np.array(on_devices) * TrainedSet(freeze).layers_have_backward(grid.module)
+        most[grid.module] = np.array(on_devices) * (
+            grid.module not in {name.removesuffix(".encoder") for name in freeze} or grid.module == "llm"
+        )
     return most
 
 

@@ -8,7 +8,7 @@ import pytest
 from encoders import costs_of_squares, with_squares
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from spaces import bent_costs, make_config, space_of, uneven_samples
+from spaces import FROZEN, bent_costs, make_config, space_of, uneven_samples
 
 from dflop.balance import LPT, RANDOM
 from dflop.plan.trained import TrainedSet
@@ -29,7 +29,7 @@ _SHAPES = [(2, 1, 6), (4, 1, 8), (4, 2, 8), (6, 2, 9), (8, 2, 10)]
 drawn = given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
-    freeze=st.sampled_from([(), ("vision",), ("llm",), ("vision.encoder",), ("vision.encoder", "llm")]),
+    freeze=st.sampled_from(FROZEN),
     policy=st.sampled_from([LPT, RANDOM]),
     device_model=st.sampled_from(["cpu", "h100-80g"]),  # what hides no transfers, and what does
     weights=st.sampled_from([1, 100, 1000]),  # from syncs that hardly count to those that no pass can hide

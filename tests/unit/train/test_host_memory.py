@@ -7,6 +7,7 @@ import torch.distributed as dist
 from dflop.models.llava_onevision.runtime import RUNTIME
 from dflop.models.tensor_group import ALONE
 from dflop.step import Node
+from dflop.train.adamw import Rates
 from dflop.train.export import masters_of
 from dflop.train.host_buffer import HostBuffer
 from dflop.train.peak_memory import forget_peak, peak_memory
@@ -36,7 +37,10 @@ def test_only_the_first_replica_keeps_masters_for_the_export(dp_rank, tiny_spec,
         config = RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size())
         stage = RUNTIME.build_stage(config, "vision", layers=range(1), seed=0)
         optimizer = ShardedAdamW(
-            list(stage.parameters()), dist.group.WORLD, weight_decay=0.0, computed_in=torch.bfloat16
+            list(stage.parameters()),
+            dist.group.WORLD,
+            rates=dict.fromkeys(stage.parameters(), Rates(1e-3, 0.0)),
+            computed_in=torch.bfloat16,
         )
         own = NodeModel(
             index=0,
@@ -46,7 +50,6 @@ def test_only_the_first_replica_keeps_masters_for_the_export(dp_rank, tiny_spec,
             optimizer=optimizer,
             parameters=stage.named_hf_parameters(),
             shards={},
-            lr=0.1,
             dtype=torch.bfloat16,
             overlaps=False,
         )

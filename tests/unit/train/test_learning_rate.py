@@ -32,9 +32,16 @@ def test_the_rate_rises_to_one_and_goes_down_to_the_least():
 
 def test_a_module_has_its_own_rate_and_decay_or_those_of_all():
     config = load_config({"train": {"lr": 1e-3, "weight_decay": 0.1, "modules": {"vision": {"lr": 2e-6}}}})
-    assert config.train.of_module("vision") == (2e-6, 0.1)
-    assert config.train.of_module("llm") == (1e-3, 0.1)
-    assert load_config("train.modules.llm.weight_decay=0").train.of_module("llm") == (1e-4, 0.0)
+    assert config.train.of_part("vision.encoder.layers.0.mlp.fc1.weight") == (2e-6, 0.1)
+    assert config.train.of_part("llm.norm.weight") == (1e-3, 0.1)
+    assert load_config("train.modules.llm.weight_decay=0").train.of_part("llm.norm.weight") == (1e-4, 0.0)
+
+
+def test_of_several_names_for_a_part_the_last_counts():
+    names = {"vision": {"lr": 2e-6, "weight_decay": 0.2}, "projector": {"lr": 1e-3}, "llm.layers.[10-12]": {"lr": 5e-5}}
+    train = load_config({"train": {"lr": 1e-5, "modules": names}}).train
+    parts = ("vision.encoder.embeddings.x", "vision.projector.linear_1.weight", "llm.layers.11.x", "llm.layers.1.x")
+    assert [train.of_part(name) for name in parts] == [(2e-6, 0.2), (1e-3, 0.2), (5e-5, 0.01), (1e-5, 0.01)]
 
 
 @pytest.mark.parametrize(

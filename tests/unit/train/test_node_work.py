@@ -18,6 +18,7 @@ from dflop.models.tensor_group import ALONE
 from dflop.plan import Grid, Plan
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.step import Node, make_program
+from dflop.train.adamw import Rates
 from dflop.train.feed import samples_of
 from dflop.train.node_work import make_works
 from dflop.train.rank_model import NodeModel, RankModel
@@ -54,8 +55,8 @@ def test_a_rank_that_computes_the_loss_before_media_are_decoded_waits_for_what_c
     index = program.nodes.index(llm := Node("llm", 0, 0))
     config = RUNTIME.make_config(tiny_spec, tokenizer.placeholder_ids, tokenizer.vocab_size())
     stage = RUNTIME.build_stage(config, "llm", layers=range(4), seed=0)
-    optimizer = ShardedAdamW(list(stage.parameters()), alone, weight_decay=0.0)
-    arguments = {"index": index, "node": llm, "stage": stage, "parameters": stage.named_hf_parameters(), "lr": 1e-3}
+    optimizer = ShardedAdamW(list(stage.parameters()), alone, rates=dict.fromkeys(stage.parameters(), Rates(1e-3, 0.0)))
+    arguments = {"index": index, "node": llm, "stage": stage, "parameters": stage.named_hf_parameters()}
     own = NodeModel(**arguments, dtype=torch.float32, ranks=ALONE, optimizer=optimizer, shards={}, overlaps=False)
     model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processors={}, tokenizer=None)
 
@@ -120,8 +121,8 @@ def test_an_encoder_stage_gets_its_gradient_also_where_truncation_left_nothing_o
         seed=0,
     )
     parameters = stage.named_hf_parameters()
-    optimizer = ShardedAdamW(list(stage.parameters()), alone, weight_decay=0.0)
-    arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters, "lr": 1e-3}
+    optimizer = ShardedAdamW(list(stage.parameters()), alone, rates=dict.fromkeys(stage.parameters(), Rates(1e-3, 0.0)))
+    arguments = {"index": last, "node": program.nodes[last], "stage": stage, "parameters": parameters}
     arguments["dtype"] = torch.float32
     own = NodeModel(**arguments, ranks=ALONE, optimizer=optimizer, shards={}, overlaps=False)
     model = RankModel(nodes=(own,), spec=tiny_spec, hf_config=None, processors={"vision": None}, tokenizer=None)
