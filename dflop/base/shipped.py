@@ -42,21 +42,27 @@ def shipped_folder() -> Path:
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent
 
 
-def start_folder(folder: Path) -> list[str]:
+def start_folder(folder: Path, recipe: str | None = None) -> list[str]:
     """Write a Snakefile that uses the installed workflow, the configs and the profiles into a new or empty folder.
 
-    Snakemake is started there with the same commands as in a checkout. Returns the names of what was written.
+    Snakemake is started there with the same commands as in a checkout. The `recipe` of this name is copied to
+    `recipe.yaml`. Returns the names of what was written.
 
     Raises:
-        UserError: when the folder holds anything.
+        UserError: when the folder holds anything, or there is no such recipe.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty, and nothing in it is overwritten; name a new or an empty folder")
     shipped = shipped_folder()
+    recipes = {path.stem: path for path in sorted((shipped / "config/recipes").glob("*.yaml"))}
+    if recipe is not None and recipe not in recipes:
+        raise UserError(f"there is no recipe {recipe!r}; there are {', '.join(recipes)}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "Snakefile").write_text(_SNAKEFILE, encoding="utf-8")
     shutil.copytree(shipped / "config", folder / "config", ignore=shutil.ignore_patterns("demo.yaml"))
     # Snakemake looks for `--profile slurm` beside the Snakefile, and for its default profile in `profiles`.
     shutil.copytree(shipped / "workflow/profiles/slurm", folder / "slurm")
     shutil.copytree(shipped / "workflow/profiles/default", folder / "profiles/default")
+    if recipe:
+        shutil.copy(recipes[recipe], folder / "recipe.yaml")
     return sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())

@@ -35,8 +35,8 @@ def recipe_command(recipe: Path, arguments: tuple[str, ...]) -> None:
     if given := next((name for name in arguments if name.startswith("--configfile")), None):
         raise UserError(f"{given} would replace the stages' own configs; put its keys into {recipe}, beside `stages`")
     read = read_recipe(recipe)
-    for stage in read.stages:
-        _check(stage)
+    for number, stage in enumerate(read.stages):
+        _check(stage, is_first=number == 0)
     _write_configs(read)
     for number, stage in enumerate(read.stages, start=1):
         click.echo(f"stage {number} of {len(read.stages)}: {stage.name} (results/{stage.run})", err=True)
@@ -49,19 +49,26 @@ def recipe_command(recipe: Path, arguments: tuple[str, ...]) -> None:
             )
 
 
-def _check(stage: "Stage") -> None:
-    """Refuse a stage that cannot be run, before any stage is."""
+def _check(stage: "Stage", *, is_first: bool) -> None:
+    """Refuse a stage that cannot be run, before any stage is: its config, its model, the parts that it trains, its
+    manifests and their media's folders, and the weights that the first stage begins with."""
     from dflop.config import load_config
-    from dflop.models import check_modules, load_model_spec
+    from dflop.models import check_parts, check_weights, load_model_spec, load_runtime
     from dflop.shapes import list_sources
 
     try:
         config = load_config(*([_CONFIG] if _CONFIG.is_file() else []), stage.config)
         spec = load_model_spec(config.model)
-        check_modules(spec, config.train.modules, "train.modules")
+        check_parts(spec, config.train.part_names)
+        runtime = load_runtime(spec.family)
+        runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained, config.train.part_names)
+        if is_first:  # the others' are written by the stage before
+            check_weights(config.model.weights)
         for source in list_sources(config.data):
-            if not str(source.path).startswith(_DEMO_DATA):  # the workflow makes the demo's
-                source.files()
+            if str(source.path).startswith(_DEMO_DATA):  # the workflow makes the demo's
+                continue
+            source.files()
+            source.check_media_root()
     except UserError as error:
         raise UserError(f"stage `{stage.name}`: {error}") from None
 

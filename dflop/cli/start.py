@@ -12,13 +12,23 @@ __all__ = ["init_command"]
 
 @click.command("init")
 @click.argument("folder", type=FOLDER)
-def init_command(folder: Path) -> None:
+@click.option("--recipe", help="A recipe to begin with, e.g. llava_onevision: it is copied to recipe.yaml.")
+def init_command(folder: Path, recipe: str | None) -> None:
     """Make a new folder to run the workflow in: a Snakefile, configs, and a profile for Slurm.
 
     The Snakefile uses the workflow that is installed with dflop. A folder that is not empty is refused.
     """
-    written = start_folder(folder)
+    written = start_folder(folder, recipe)
     click.echo(f"{folder}: wrote {', '.join(written)}")
+    if recipe:
+        click.echo(
+            "Next:\n"
+            f"  cd {folder}\n"
+            "  $EDITOR recipe.yaml                      # put your paths and your cluster into it\n"
+            "  dflop recipe recipe.yaml -n              # what would run; what is missing is said\n"
+            "  dflop recipe recipe.yaml --profile slurm"
+        )
+        return
     click.echo(
         "Next:\n"
         f"  cd {folder}\n"

@@ -140,11 +140,7 @@ def list_shards(
         UserError: when the manifest or its media root is missing, or the manifest holds no record or cannot be read.
     """
     files = source.files()
-    if not source.media_root.is_dir():
-        raise UserError(
-            f"the media root {source.media_root} (source `{source.name}`) is not a folder; correct "
-            "`data.sources[].media_root`"
-        )
+    source.check_media_root()
     # The seed matters to random sampling alone.
     asked = [str(source.path), source.key, samples_per_shard, seed if "random" in source.sampling else 0]
     if watch_media:

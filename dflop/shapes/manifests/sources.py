@@ -62,6 +62,14 @@ class Source:
         kept = {key: value for key, value in raw.items() if key not in taken}
         return kept | {key: raw[name] for key, name in self.columns if name in raw}
 
+    def check_media_root(self) -> None:
+        """Raise `UserError` where the media root is no folder."""
+        if not self.media_root.is_dir():
+            raise UserError(
+                f"the media root {self.media_root} (source `{self.name}`) is not a folder; correct "
+                "`data.sources[].media_root`"
+            )
+
     def files(self) -> list[Path]:
         """The manifest's files, in order.
 
