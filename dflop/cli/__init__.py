@@ -10,7 +10,7 @@ import sys
 import click
 
 from dflop.base import UserError, printable
-from dflop.cli import checking, comparison, costs, data, doctor, plans, recipe, start, training
+from dflop.cli import checking, comparison, costs, data, doctor, evaluation, plans, recipe, start, training
 
 __all__ = ["cli", "main"]
 
@@ -24,12 +24,13 @@ def cli() -> None:
     profile-loading, profile-costs, profile-links, fit-costs, plan, schedule, train, report. Each can also be run by
     hand. The workflow does not need the others: compare prices published systems beside a plan of ours, check-plan
     compares a plan's predicted memory with the memory of a rank's step, check-model compares samples in a plan's stages
-    with plain transformers, recipe runs the workflow for stages that follow each other, init makes a folder to run the
-    workflow in, shapes reads a manifest's shapes for other trainers, and doctor looks at a machine.
+    with plain transformers, recipe runs the workflow for stages that follow each other, evaluate has lmms-eval evaluate
+    a trained model, init makes a folder to run the workflow in, shapes reads a manifest's shapes for other trainers,
+    and doctor looks at a machine.
     """
 
 
-for module in (checking, comparison, costs, data, doctor, plans, recipe, start, training):
+for module in (checking, comparison, costs, data, doctor, evaluation, plans, recipe, start, training):
     for command in vars(module).values():
         if isinstance(command, click.Command):
             cli.add_command(command)

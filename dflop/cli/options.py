@@ -16,6 +16,7 @@ __all__ = [
     "RUN_CONFIG",
     "config_digest",
     "config_option",
+    "folder_of",
     "load_compared",
     "load_for",
     "meta_of",
@@ -55,7 +56,7 @@ def run_argument(**files: str) -> Callable[[Callable], Callable]:
                 option = next(parameter.opts[0] for parameter in context.command.params if parameter.name == missing[0])
                 raise UserError(f"`{context.command_path}` needs {option}, or a run: its name or folder")
             if run is not None:
-                folder = _folder_of(run)
+                folder = folder_of(run)
                 given |= {name: folder / files[name] for name in missing}
                 configs = (str(folder / RUN_CONFIG), *configs)
             function(configs=configs, **given)
@@ -69,7 +70,12 @@ def run_argument(**files: str) -> Callable[[Callable], Callable]:
 RUN_CONFIG = "config.yaml"
 
 
-def _folder_of(run: str) -> Path:
+def folder_of(run: str) -> Path:
+    """The folder of a run of the workflow, given its name or folder.
+
+    Raises:
+        UserError: where there is none.
+    """
     folder = next((path for path in (Path(run), Path("results") / run) if path.is_dir()), None)
     if folder is None:
         raise UserError(f"there is no run `{run}`: neither {run} nor {Path('results') / run} is a folder")

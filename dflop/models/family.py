@@ -48,7 +48,7 @@ class Family:
     fields that a checkpoint's processor and its image processor set. `part_of` maps the `model_type` of larger models,
     of which this model is a part, to the key of its config in theirs; the rest of such a checkpoint is not read.
     `other_checkpoints` maps the `model_type` of other forms of this model, which cannot be read, to advice for the
-    user.
+    user. `evaluated_as` is the name by which lmms-eval knows such checkpoints, if it does.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Family:
     make_spec: Callable[[str, dict[str, Any], dict[str, Any]], ModelSpec]
     part_of: Mapping[str, str] = field(default_factory=dict)
     other_checkpoints: Mapping[str, str] = field(default_factory=dict)
+    evaluated_as: str = ""
 
 
 def family_names() -> list[str]:

@@ -10,5 +10,6 @@ FAMILY = Family(
     name="internvl",
     presets=PRESETS,
     make_spec=make_spec,
+    evaluated_as="internvl_hf",
     other_checkpoints={"internvl_chat": "use the checkpoint of InternVL whose name ends in -hf"},
 )

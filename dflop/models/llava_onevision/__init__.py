@@ -6,4 +6,4 @@ from dflop.models.llava_onevision.shapes import LlavaOnevisionShapes
 
 __all__ = ["FAMILY", "PRESETS", "LlavaOnevisionShapes", "make_spec"]
 
-FAMILY = Family(name="llava_onevision", presets=PRESETS, make_spec=make_spec)
+FAMILY = Family(name="llava_onevision", presets=PRESETS, make_spec=make_spec, evaluated_as="llava_hf")

@@ -6,4 +6,4 @@ from dflop.models.qwen2_5_vl.shapes import Qwen25VlShapes
 
 __all__ = ["FAMILY", "PRESETS", "Qwen25VlShapes", "make_spec"]
 
-FAMILY = Family(name="qwen2_5_vl", presets=PRESETS, make_spec=make_spec)
+FAMILY = Family(name="qwen2_5_vl", presets=PRESETS, make_spec=make_spec, evaluated_as="qwen2_5_vl")

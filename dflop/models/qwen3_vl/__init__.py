@@ -10,6 +10,7 @@ FAMILY = Family(
     name="qwen3_vl",
     presets=PRESETS,
     make_spec=make_spec,
+    evaluated_as="qwen3_vl",
     other_checkpoints={
         "qwen3_vl_moe": "of Qwen3-VL, dense models are known, none with experts: use Qwen3-VL-2B, 4B, 8B or 32B",
     },
