@@ -1,58 +1,65 @@
-"""How the fastest plan changes with what is trained: everything, projector and LLM, the LLM, or the projector alone.
+"""What is trained changes the fastest plan: everything, projector and LLM, the projector, the last layers, or LoRA.
 
-    python tests/benchmarks/frozen.py --shapes FOLDER
+    python tests/benchmarks/frozen.py --shapes FOLDER [--nodes 1] [--memory-gib 22] [--only TEXT]
 
-A 7B model on 8 and on 64 H100s. For each the fastest plan is searched, and beside it the step of the plan that is
-fastest where everything is trained, with less trained. All steps are predicted, from analytic costs of compiled layers,
-with quick batches. FOLDER and the mix are `planner.py`'s.
+LLaVA-OneVision 7B on 8 or 64 H100s, or with --memory-gib on 8 A100s with so much of their memory. For each the fastest
+plan is searched, and beside it stand the fastest FSDP-style plans of the same parts, with random batches and with those
+of our sampler. All steps are predicted, from analytic costs of compiled layers, as the means of four batches that no
+plan was chosen on. FOLDER and the mix are `planner.py`'s.
 """
 
 import argparse
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import gains
 
-from dflop.balance import LPT
-from dflop.plan import Plan
-from dflop.search import PlanPricer
-from dflop.search.grouped_batches import GroupedBatches
+from dflop.comparison.compare import OURS, compare_systems
+from dflop.comparison.systems import fsdp_balanced, fsdp_random
 
 TRAINED = {
-    "everything": (),
-    "projector and LLM": ("vision.encoder",),
-    "LLM": ("vision",),
-    "projector": ("vision.encoder", "llm"),
+    "everything": {},
+    "projector and LLM": {"train": ["projector", "llm"]},
+    "projector": {"train": ["projector"]},
+    "last 8 of 28 layers, head": {"train": ["llm.layers.[20-27]", "llm.norm", "llm.head"]},
+    "LoRA 16, projector": {"train": ["projector"], "lora": {"rank": 16}},
 }
-CLUSTER = {"batch": 64, "device": "h100-80g", "intra_gbps": 3600, "inter_gbps": 400}
+FAST = {"device": "h100-80g", "intra_gbps": 3600, "inter_gbps": 400}
+SMALL = {"device": "a100-80g", "intra_gbps": gains.PCIE_GBPS, "inter_gbps": 100 / 8}
+SYSTEMS = {"FSDP random": fsdp_random.SYSTEM, "FSDP balanced": fsdp_balanced.SYSTEM}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, required=True, help="a folder of tables of real shapes")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--memory-gib", type=float)
+    parser.add_argument("--only", default="", help="rows whose name holds this text")
     arguments = parser.parse_args()
-    print(f"python {' '.join(sys.argv)}", flush=True)
-    for nodes in (1, 8):
-        print(f"\n{8 * nodes} H100s, batches of {64 * nodes}\n   step  GiB  as for everything  plan", flush=True)
-        of_everything = None
-        for trained, freeze in TRAINED.items():
-            row = gains.Row(preset="llava_ov_7b", nodes=nodes, freeze=freeze, **CLUSTER | {"batch": 64 * nodes})
-            with tempfile.TemporaryDirectory() as name:
-                inputs = gains.inputs_of(row, arguments.shapes, Path(name))
-                best = gains.fastest(inputs, gains.EVERYTHING)
-                of_everything = of_everything or best.plan
-                same_s = step_s(of_everything, *inputs)
-            gib = max(best.memory_bytes.values()) / 2**30
-            print(f"{best.step_s:6.3f}s {gib:4.0f}  {same_s:15.3f}s  {trained}: {best.plan}", flush=True)
+    print(f"python {' '.join(sys.argv)}\n\n   step  GiB  FSDP random  balanced  trained: plan", flush=True)
+    about = SMALL | {"memory_gib": arguments.memory_gib} if arguments.memory_gib else FAST
+    for name, model in TRAINED.items():
+        if arguments.only in name:
+            row = gains.Row(
+                preset="llava_ov_7b", nodes=arguments.nodes, batch=64 * arguments.nodes, model=model, **about
+            )
+            print_row(name, row, arguments.shapes)
 
 
-def step_s(plan: Plan, config, spec, costs, samples) -> float:
-    """The mean step of a plan; layers that it recomputes are kept, as what is not trained needs no recomputing."""
-    kept = replace(plan, checkpointing=False, grids=tuple(replace(grid, recomputed=()) for grid in plan.grids))
-    pricer = PlanPricer(kept, config, spec, costs, GroupedBatches(config, spec, costs, samples), LPT)
-    return pricer.mean_step_s()
+def print_row(name: str, row: gains.Row, tables: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = gains.inputs_of(row, tables, Path(folder))
+        try:
+            rows = {own.name: own for own in compare_systems(*inputs, num_batches=4, systems=tuple(SYSTEMS.values()))}
+        except gains.UserError as error:
+            print(f"  nothing fits  {name}: {error}", flush=True)
+            return
+    ours = rows[OURS]
+    others = [f"{rows[system.name].step_s / ours.step_s:10.2f}x" for system in SYSTEMS.values()]
+    print(f"{ours.step_s:6.3f}s {ours.memory_bytes / 2**30:4.0f} {' '.join(others)}  {name}: {ours.plan}", flush=True)
+    for system in SYSTEMS.values():
+        print(f"{'':38}{system.name}: {rows[system.name].plan or rows[system.name].why_not}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -59,14 +60,14 @@ class Row:
     memory_gib: float | None = None
     intra_gbps: int = 2400
     inter_gbps: float
-    freeze: tuple[str, ...] = ()
+    model: Mapping[str, object] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=lambda: dict(planner.SHARES))
     mix: str = "the paper's"
 
     @property
     def name(self) -> str:
         memory = f" of {self.memory_gib:.0f} GiB" if self.memory_gib else ""
-        frozen = f", frozen {' and '.join(self.freeze)}" if self.freeze else ""
+        frozen = f", frozen {' and '.join(self.model['freeze'])}" if "freeze" in self.model else ""
         return (
             f"{self.preset}, {self.nodes} x {self.per_node} {self.device}{memory}, {self.intra_gbps} and "
             f"{self.inter_gbps:g} Gbit/s a device, batch {self.batch}, {self.mix} mix{frozen}"
@@ -92,9 +93,9 @@ ROWS = (
     Row(preset="internvl_78b", nodes=8, batch=512, device="h100-80g", intra_gbps=3600, inter_gbps=400),
     Row(preset="llava_ov_7b", nodes=16, per_node=1, batch=128, inter_gbps=100),
     Row(preset="internvl_2b", nodes=8, per_node=1, batch=64, memory_gib=22, inter_gbps=25),
-    Row(preset="llava_ov_7b", nodes=4, batch=256, inter_gbps=200, freeze=("vision",)),
-    Row(preset="internvl_38b", nodes=4, batch=256, inter_gbps=200, freeze=("llm",)),
-    Row(preset="internvl_38b", nodes=8, batch=512, inter_gbps=200, freeze=("vision",)),
+    Row(preset="llava_ov_7b", nodes=4, batch=256, inter_gbps=200, model={"freeze": ["vision"]}),
+    Row(preset="internvl_38b", nodes=4, batch=256, inter_gbps=200, model={"freeze": ["llm"]}),
+    Row(preset="internvl_38b", nodes=8, batch=512, inter_gbps=200, model={"freeze": ["vision"]}),
     Row(preset="llava_ov_7b", nodes=4, batch=256, inter_gbps=200, shares=TEXT_HEAVY, mix="text-heavy"),
     Row(preset="llava_ov_7b", nodes=4, batch=256, inter_gbps=200, shares=VIDEO_HEAVY, mix="video-heavy"),
     Row(preset="internvl_38b", nodes=8, batch=512, inter_gbps=200, shares=TEXT_HEAVY, mix="text-heavy"),
@@ -159,7 +160,7 @@ def inputs_of(row: Row, tables: Path, folder: Path) -> tuple[Config, ModelSpec, 
 
     def write_config(*_: object) -> Path:
         values = {
-            "model": {"family": FAMILIES[row.preset], "preset": row.preset, "freeze": list(row.freeze)},
+            "model": {"family": FAMILIES[row.preset], "preset": row.preset, **row.model},
             "cluster": {
                 "num_nodes": row.nodes,
                 "devices_per_node": row.per_node,
