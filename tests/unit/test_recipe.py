@@ -112,6 +112,44 @@ def test_data_of_a_later_stage_that_are_not_there_are_said_before_anything_runs(
     assert not snakemake.exists()
 
 
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        (
+            {"model": {"train": ["llm.layers.[8-9]"]}},
+            "stage `two`: `model.train[0]` is 'llm.layers.[8-9]'; it must be one",
+        ),
+        (
+            {"model": {"lora": {"targets": ["*.query"]}}},
+            "stage `two`: `model.lora.targets[0]` is '*.query', which matches",
+        ),
+        ({"train": {"modules": {"eyes": {"lr": 1}}}}, "stage `two`: `train.modules.eyes` is 'eyes'; it must be one of"),
+        (
+            {"data": {"sources": [{"path": "data.json", "media_root": "none"}]}},
+            "the media root none (source `data`) is",
+        ),
+    ],
+)
+def test_what_a_later_stage_cannot_train_is_said_before_anything_runs(snakemake, second, complaint):
+    path = write(data={"sources": [{"path": "data.json"}]}, stages=[STAGES[0], STAGES[1] | second])
+    assert complaint in str(CliRunner().invoke(cli, ["recipe", str(path)]).exception)
+    assert not snakemake.exists()
+
+
+def test_a_first_stage_needs_the_weights_that_it_begins_with(snakemake):
+    path = write(data={"sources": [{"path": "data.json"}]}, model={"weights": "nowhere"})
+    said = str(CliRunner().invoke(cli, ["recipe", str(path)]).exception)
+    assert "stage `one`: `model.weights` is nowhere, which holds no *.safetensors file" in said
+
+
+def test_a_folder_may_begin_with_a_recipe():
+    assert CliRunner().invoke(cli, ["init", "mine", "--recipe", "qwen_vl_lora"]).exit_code == 0
+    assert read_recipe(Path("mine/recipe.yaml")).name == "qwen-vl-lora"
+    said = str(CliRunner().invoke(cli, ["init", "other", "--recipe", "llava"]).exception)
+    assert said.startswith("there is no recipe 'llava'; there are demo, llava_onevision, qwen_vl_lora")
+    assert not Path("other").exists()
+
+
 def test_a_recipe_that_is_not_there_says_where_some_are():
     with pytest.raises(UserError, match=r"the recipe none\.yaml does not exist; config/recipes has some"):
         read_recipe(Path("none.yaml"))
