@@ -1,13 +1,13 @@
-"""The commands that check a plan: its predicted memory, and the results of its stages."""
+"""The commands that check a plan (its predicted memory, the results of its stages), and anybody's packing."""
 
 from pathlib import Path
 
 import click
 
 from dflop.base import UserError
-from dflop.cli.options import FILE, config_option, run_argument
+from dflop.cli.options import FILE, FOLDER, config_option, run_argument
 
-__all__ = ["check_model_command", "check_plan_command"]
+__all__ = ["check_model_command", "check_packing_command", "check_plan_command"]
 
 
 @click.command("check-plan")
@@ -90,3 +90,71 @@ def check_model_command(configs: tuple[str, ...], plan_path: Path, shapes: Path,
         "Packed samples do not see each other, their positions are transformers', and so are loss, logits and "
         f"gradients to {checked.tolerance:.0e}."
     )
+
+
+@click.command("check-packing")
+@click.argument("model", type=FOLDER)
+@click.option("--collator", required=True, metavar="MODULE:NAME", help="Called with a list of samples; packs them.")
+@click.option("--dataset", required=True, metavar="MODULE:NAME", help="Samples, or a function that returns them.")
+@click.option("--samples", type=click.IntRange(min=2), default=4, show_default=True, help="How many are packed.")
+@click.option("--attn", type=click.Choice(["sdpa", "eager"]), default="sdpa", show_default=True, help="Attention.")
+def check_packing_command(model: Path, collator: str, dataset: str, samples: int, attn: str) -> None:
+    """Compare samples that your collator packs with each of them alone, in any transformers model.
+
+    MODEL is a folder with a config and, if weights are to be read, its weights; without them they are random, which
+    shows the same mistakes. MODULE is looked for in the current folder first. It runs on the CPU in fp64. If samples
+    see each other, positions are wrong, pictures are lost or targets reach over a boundary, it is printed, and the exit
+    code is 2.
+    """
+    import itertools
+
+    from dflop.checks.packing import check_packing
+
+    collate, data = _object(collator), _object(dataset)
+    if not hasattr(data, "__getitem__") and callable(data):
+        data = data()
+    chosen = list(itertools.islice(data, samples))
+    if len(chosen) < 2:
+        raise UserError(f"--dataset {dataset} has {len(chosen)} samples; packing takes two at least")
+    checked = check_packing(_transformers_model(model, attn), collate, chosen)
+    if checked.samples:
+        click.echo(f"{'sample':>6}{'tokens':>9}{'logits':>10}  positions  sees")
+    for number, sample in enumerate(checked.samples):
+        sees = ", ".join(map(str, sample.sees)) or "none"
+        positions = "right" if sample.has_positions else "wrong"
+        click.echo(f"{number:6}{sample.num_tokens:9}{sample.logits:10.1e}  {positions:9}  {sees}")
+    if checked.samples:
+        click.echo(f"loss {checked.loss:.1e}, gradients {checked.gradients:.1e} ({checked.parameter})")
+    if checked.faults:
+        raise UserError("; ".join(checked.faults))
+    click.echo("Packed samples are computed as alone; differences are relative.")
+
+
+def _object(name: str):
+    """What `module:name` names; the module may lie in the current folder."""
+    import importlib
+    import sys
+
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{name} cannot be imported as MODULE:NAME: {error}") from None
+    finally:
+        sys.path.remove("")
+
+
+def _transformers_model(folder: Path, attn: str):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no transformers model: {str(error).splitlines()[0]}") from None
+    is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
+    if not any(folder.glob("*.safetensors")):
+        click.echo(f"{folder} has no *.safetensors: the weights are random")
+        return auto.from_config(config, attn_implementation=attn)
+    return auto.from_pretrained(folder, attn_implementation=attn)
