@@ -84,7 +84,7 @@ def unlike_samples(draw_samples, num_samples, seed):
     return dataclasses.replace(samples, llm_tokens=tokens, target_tokens=learned)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     plan=any_plans,
     each=st.floats(1, 4),
@@ -122,7 +122,7 @@ def test_every_schedule_keeps_every_limit_or_says_that_none_does(
         assert policy != "random" or compared.status == "random, beyond memory"
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 1000),
     placement=st.sampled_from(["disjoint", "colocated", "bubble_filled"]),
