@@ -1,15 +1,20 @@
-"""What all tests share: which files come first, how Hypothesis draws, where the data beside the checkout lies, costs
-that nobody measured."""
+"""What all tests share: which files come first, how Hypothesis draws, where the data beside the checkout lies, drawn
+shapes, costs that nobody measured, and runs made of both."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import made_up_costs
+import numpy as np
 import pytest
 from hypothesis import settings
+from run_folders import make_run
 
 from dflop.costs import CostModel
+from dflop.shapes import MediaSizes, SampleShapes
+
+__all__ = ["make_run"]
 
 # The files that take longest. They come first, so that none of them is left over for one core at the end.
 _LONGEST = tuple(
@@ -55,3 +60,30 @@ def write_made_up_costs() -> Callable[..., None]:
 def measure_as() -> Callable[..., made_up_costs.MadeUpFrames]:
     """`measure_as(model, noise=0, repeats=2, seed=0)`, see `made_up_costs.py`."""
     return made_up_costs.measure_as
+
+
+@pytest.fixture(scope="session")
+def draw_samples() -> Callable[..., SampleShapes]:
+    """`draw_samples(num_samples, seed)`: skewed sizes, a fifth of the samples without media."""
+
+    def draw(num_samples: int, seed: int = 0) -> SampleShapes:
+        rng = np.random.default_rng(seed)
+        num_items = np.minimum(1 + rng.geometric(0.12, num_samples), 37)
+        num_items[rng.random(num_samples) < 0.2] = 0
+        kept_vision_tokens = num_items * rng.integers(20, 40, num_samples)
+        text_tokens = rng.integers(20, 300, num_samples)
+        counts = np.where(num_items > 0, 1 + np.arange(num_samples) % 2, 0)
+        sizes = np.column_stack([np.arange(counts.sum()) + 30, np.arange(counts.sum()) + 20, np.zeros(counts.sum())])
+        return SampleShapes(
+            encoders=("vision",),
+            sample_id=np.array([f"s{index}" for index in range(num_samples)], dtype=object),
+            source=np.full(num_samples, "drawn", dtype=object),
+            row=np.arange(num_samples),
+            num_items=num_items[:, None],
+            kept_tokens=kept_vision_tokens[:, None],
+            llm_tokens=kept_vision_tokens + text_tokens,
+            target_tokens=text_tokens // 3 + 1,
+            media=MediaSizes(sizes.astype(np.int32), counts),
+        )
+
+    return draw
