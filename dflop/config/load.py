@@ -62,7 +62,9 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:  # a `${key}` that leads nowhere
         key = " ".join(str(error.full_key).split())  # a key with a line break takes one line of the message, too
-        raise UserError(f"`{key}`: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"`{key}`: {str(error).splitlines()[0]}; `${{…}}` may name the config's own keys alone"
+        ) from None
 
 
 def _checked(values: dict[str, Any], layers: list[tuple[dict[str, Any], str]]) -> Config:

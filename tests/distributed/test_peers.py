@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -83,6 +85,32 @@ def test_a_rank_that_lives_but_waits_for_nobody_is_named(tmp_path):
 def test_what_may_take_longer_does_as_long_as_all_give_signs_of_life(slow, tmp_path):
     assert _exit_codes(slow, tmp_path / "log") == [0, 0, 0]
     assert "has not ended" not in (tmp_path / "log").read_text()
+
+
+def _judge_alone(foreign: int, log: Path) -> None:
+    """A rank whose neighbour is silent, by what the store says a process of this host that is none of its ranks."""
+    print_to(log)
+    store = dist.HashStore()
+    sign = {"carried": "llm", "host": socket.gethostname(), "pid": foreign, "count": 1, "at": "elsewhere", "what": "x"}
+    store.set("alive/1", json.dumps(sign | {"graphs": 0, "is_compiling": False}))
+    watch = PeerWatch(store, 0, "llm stage 0 replica 0", 2, 0.5)
+    watch.begin("step 1", 0.5)
+    watch.run()
+
+
+def test_a_process_number_that_a_stranger_wrote_into_the_store_kills_nothing(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    stranger = subprocess.Popen(["sleep", "1000"])
+    rank = context.Process(target=_judge_alone, args=(stranger.pid, tmp_path / "log"))
+    try:
+        rank.start()
+        rank.join()
+        assert f"process {stranger.pid} of" in (tmp_path / "log").read_text()
+        assert rank.exitcode == 1
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 def _hang_at_start(rank: int) -> None:

@@ -3,6 +3,7 @@
 import random
 from itertools import count
 
+import duckdb
 import polars as pl
 import pytest
 import yaml
@@ -12,7 +13,8 @@ from dflop.base import UserError
 from dflop.costs import CostModel
 from dflop.plan import Grid, Plan, load_plan, read_plan_file
 from dflop.search import read_baselines
-from dflop.store import read_parquet, write_parquet
+from dflop.store import read_parquet, read_table, write_parquet
+from dflop.store.database import write_database
 
 TABLE = pl.DataFrame(
     {
@@ -73,6 +75,18 @@ def test_a_damaged_database_is_refused_or_read(write_made_up_costs, tmp_path):
     good = {"costs.duckdb": whole.read_bytes()}
     for damage in (flipped, damaged):
         fuzz(good, CostModel.load, UserError, tmp_path, num_files=15, damage=damage)
+
+
+def test_a_view_of_a_database_from_elsewhere_reads_no_other_file(tmp_path):
+    (tmp_path / "secret.csv").write_text("word\nhush\n")
+    path = tmp_path / "costs.duckdb"
+    write_database(path, "SELECT 1;\n", {}, {})
+    with duckdb.connect(str(path)) as connection:
+        connection.execute(f"CREATE VIEW device AS SELECT * FROM read_csv('{tmp_path}/secret.csv')")
+        assert connection.execute("FROM device").fetchall() == [("hush",)]
+    with pytest.raises(UserError, match=r"costs\.duckdb is not a dflop database, .*disabled") as refused:
+        read_table(path, "device", made_by="fit-costs")
+    assert "hush" not in str(refused.value)
 
 
 def test_a_damaged_plan_is_refused_or_read(tmp_path):

@@ -177,7 +177,7 @@ def test_a_list_that_needs_a_value_may_not_be_empty(key):
     assert f"`{key}` is empty" in refusal(nested(key, []))
 
 
-@pytest.mark.parametrize("run", ["", "../up", "a/b", ".hidden", "with space"])
+@pytest.mark.parametrize("run", ["", "../up", "a/b", ".hidden", "with space", "a\n", "$(b)", "a'b", "a`b`"])
 def test_a_run_name_that_is_no_folder_name_is_refused(run):
     assert f"`run` is {run!r}" in refusal({"run": run})
 
@@ -392,7 +392,9 @@ def test_more_microbatches_than_samples_are_refused():
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "x${oc.env:HOME,${seed}}"])
 def test_a_config_that_asks_for_the_environment_is_refused(text):
     """What it says would be kept in the run's folder."""
-    message = "`data.sources[0].path`: Unsupported interpolation type oc.env"
+    message = (
+        "`data.sources[0].path`: Unsupported interpolation type oc.env; `${…}` may name the config's own keys alone"
+    )
     assert message in refusal({"data": {"sources": [{"path": text}]}})
     assert load_config({"run": "a", "data": {"sources": [{"path": "x:${run}"}]}}).data.sources[0].path == "x:a"
 

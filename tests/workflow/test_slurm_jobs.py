@@ -1,5 +1,6 @@
 """What jobs on GPUs ask Slurm for: an `sbatch` that writes down its options stands in, and every job then fails."""
 
+import json
 import re
 
 import pytest
@@ -50,6 +51,7 @@ def asked(make_checkout):
         )
         assert done.returncode == 1, done.stdout + done.stderr
         (checkout.folder / "results/gpus/plan.yaml").write_bytes(plan)
+        assert not (checkout.folder / "ran").exists()
         lines = (checkout.folder / "asked").read_text().splitlines()
         return {re.search(r"--job-name (\S+)", line)[1]: line for line in lines}
 
@@ -64,6 +66,14 @@ def test_training_asks_for_all_nodes_their_gpus_its_time_and_a_warning_of_its_en
         "--wckey=$(touch ran) a",  # as it stands in the config: no shell runs it
     ):
         assert f" {option} " in options, options
+
+
+def test_no_shell_reads_the_names_of_accounts_and_partitions(asked):
+    names = {key: f"{key}'\"`touch ran`$(touch ran);touch ran\n{key}" for key in ("account", "partition", "qos")}
+    config = [f"slurm.{key}={json.dumps(name)}" for key, name in names.items()]
+    options = asked("--config", *config, "--", "results/gpus/train/summary.json")["train"]
+    for option, name in zip(("-A ", "-p ", "--qos="), names.values(), strict=True):
+        assert f" {option}{name} ".replace("\n", " ") in options, options
 
 
 def test_measuring_asks_for_the_gpus_of_its_tp_and_their_share_of_the_node(asked):
