@@ -228,6 +228,16 @@ def test_a_port_that_the_environment_names_is_taken_and_one_that_is_none_or_take
             pass
 
 
+def test_a_scontrol_that_fails_is_one_line(step, tmp_path):
+    step(0)
+    (tmp_path / "bin/scontrol").write_text("#!/bin/sh\necho slurm_load_node error >&2; exit 1\n")
+    with (
+        pytest.raises(UserError, match=r"^`scontrol show hostnames n\[1-2\]` failed: slurm_load_node error; ask"),
+        over_machines(2, tmp_path),
+    ):
+        pass
+
+
 def test_a_job_of_fewer_nodes_than_the_config_has_is_refused(step, tmp_path):
     step(0)
     with pytest.raises(UserError, match=r"num_nodes` is 3, this Slurm job has 2 node"), over_machines(3, tmp_path):
