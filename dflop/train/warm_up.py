@@ -37,7 +37,7 @@ def warm_up(model: RankModel, *, evaluates: bool) -> None:
 def _train(model: RankModel, node: NodeModel) -> None:
     outputs = [output for output in _forward(model, node) if output.requires_grad]
     if outputs:
-        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def _forward(model: RankModel, node: NodeModel) -> list[torch.Tensor]:
