@@ -44,8 +44,9 @@ def _forward(model: RankModel, node: NodeModel) -> list[torch.Tensor]:
     load = (0, _SEGMENTS, _NUM_TARGETS) if node.node.module == "llm" else (_NUM_ITEMS,)
     runs = MadeUpRuns(model.spec, node.node.module, node.stage, node.dtype)
     run = runs.make(Point("stage", len(node.stage.layers), False, *load))
+    has_gradient = model.trained.gives_gradients_to(node.node.module, node.stage.layers.start)
     for leaf in run.inputs:
-        leaf.requires_grad_(torch.is_grad_enabled() and model.trained.layers_have_backward(node.node.module))
+        leaf.requires_grad_(torch.is_grad_enabled() and has_gradient)
     return list(node.run(lambda: dict(enumerate(run.forward()))).values())
 
 
