@@ -255,7 +255,11 @@ def fit_costs(
     ]
     return {
         "time_model": pl.DataFrame(times, schema_overrides=dict.fromkeys(("hinge_at", "hinge_s"), _NUMBERS)),
-        "memory_model": pl.DataFrame(memory, schema_overrides=dict.fromkeys(("hinge_at", "hinge_bytes"), _NUMBERS)),
+        "memory_model": pl.DataFrame(
+            memory,
+            schema_overrides=dict.fromkeys(("hinge_at", "hinge_bytes"), _NUMBERS)
+            | dict.fromkeys(("passing_backward", "passing_kept"), pl.Float64),
+        ),
         "load_range": pl.DataFrame(ranges),
         "fit_error": pl.concat(
             [

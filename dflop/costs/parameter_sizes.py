@@ -39,5 +39,6 @@ def parameter_sizes(
             | {"part": part, "parameter_bytes": size, "adapter_bytes": in_part[part], "targets_at_once": at_once[part]}
             | dict(zip(("passing_backward", "passing_kept"), passing, strict=True))
             for part, size in sizes.items()
-        ]
+        ],
+        schema_overrides=dict.fromkeys(("passing_backward", "passing_kept"), pl.Float64),
     )

@@ -278,8 +278,14 @@ def test_costs_of_another_model_precision_or_device_are_refused(costs):
     for wrong, said in (
         ({"train": {"precision": "fp32"}}, "the costs are of `precision` 'bf16', and the config has 'fp32'"),
         ({"cluster": {"device_model": "cpu"}}, "the costs are of `device_model` 'h100-80g', and the config has 'cpu'"),
-        ({"model": {"freeze": ["llm"]}}, "the costs are of llm as trained, and by `model.freeze` and `model.lora` it"),
-        ({"model": {"lora": {"rank": 4}}}, "of llm as trained, and by `model.freeze` and `model.lora` it is adapted"),
+        (
+            {"model": {"freeze": ["llm"]}},
+            "costs are of llm as trained, and by `model.train`, `model.freeze` and `model.lora` it",
+        ),
+        (
+            {"model": {"lora": {"rank": 4}}},
+            "as trained, and by `model.train`, `model.freeze` and `model.lora` it is adapted",
+        ),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             made.require_made_for(spec, load_config(right | wrong))
