@@ -194,7 +194,13 @@ def test_loaders_that_read_ahead_and_a_scheduler_that_does_not_never_wait_for_ea
 
 
 def test_measured_steps_correct_the_ones_scheduled_after_them_and_a_resumed_run_starts_with_that(run, tmp_path):
-    folder, config = run
+    """The table is too low for the encoder by more than any noise: a factor for all modules would change nothing."""
+    folder, config = tmp_path / "prepared", run[1]
+    shutil.copytree(run[0], folder)
+    with duckdb.connect(str(folder / "costs.duckdb")) as connection:
+        connection.execute(
+            "UPDATE time_model SET const_s = const_s / 10, per_item_s = per_item_s / 10 WHERE module = 'vision'"
+        )
     plan = plan_file(folder, vision_dp=1, llm_dp=1, llm_pp=1, num_microbatches=4)
     corrected = config | {"schedule": {"policy": "lpt", "lookahead_steps": 1, "correction": "on"}}
     out = tmp_path / "train"
