@@ -26,11 +26,11 @@ def picture_record(number: int) -> dict:
 
 @pytest.fixture(scope="module")
 def profiled(make_checkout):
-    """A checkout whose config lists 120 texts as lines and 40 pictures as a list of datasets, all profiled."""
+    """A checkout whose config lists 60 texts as lines and 40 pictures as a list of datasets, all profiled."""
     checkout = make_checkout()
     data = checkout.folder / "data"
     data.mkdir()
-    (data / "texts.jsonl").write_text("".join(json.dumps(text_record(number)) + "\n" for number in range(120)))
+    (data / "texts.jsonl").write_text("".join(json.dumps(text_record(number)) + "\n" for number in range(60)))
     (data / "pictures.json").write_text(json.dumps([picture_record(number) for number in range(40)]))
     for number in range(40):
         Image.new("RGB", (40 + number, 60)).save(data / f"{number}.png")
@@ -50,7 +50,7 @@ def jobs(profiled) -> list[str]:
 
 def test_sampled_records_are_profiled_and_know_their_rows(profiled):
     samples = read_table(profiled[0].folder / TARGET, "samples", made_by="merge-shapes")
-    assert samples["source"].value_counts(sort=True).rows() == [("texts", 120), ("pictures", 20)]
+    assert samples["source"].value_counts(sort=True).rows() == [("texts", 60), ("pictures", 20)]
     pictures = samples.filter(samples["source"] == "pictures")
     assert pictures["row"].to_list() == list(range(20, 40))
     assert pictures["sample_id"].to_list() == [f"picture-{number}" for number in range(20, 40)]
@@ -59,7 +59,7 @@ def test_sampled_records_are_profiled_and_know_their_rows(profiled):
 def test_small_shards_take_one_core_each(profiled):
     checkout, config = profiled
     listed = checkout.snakemake(TARGET, "-n", "--cores", "4", "--forceall", "--configfile", config).stdout
-    assert listed.count("rule profile_shapes:") > 10
+    assert listed.count("rule profile_shapes:") > 5
     assert "threads: 4" not in listed
 
 
@@ -71,8 +71,8 @@ def test_an_unchanged_dataset_reruns_nothing(profiled):
     "place",
     [
         pytest.param(0, id="front", marks=pytest.mark.exhaustive),
-        pytest.param(60, id="middle"),
-        pytest.param(120, id="end", marks=pytest.mark.exhaustive),
+        pytest.param(30, id="middle"),
+        pytest.param(60, id="end", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_inserted_record_reruns_a_shard_or_two_and_the_merge(profiled, place):
@@ -171,7 +171,7 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
         "data": {"sources": [{"path": "data/pictures.json"}]},
         "model": {"preset": "llava_ov_7b"},
         "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "ours", "device_models": "devices.yaml"},
-        "costs": {"source": "analytic"},
+        "costs": {"source": "analytic", "tp_sizes": [1]},
         "plan": {"search_batches": 1, "fixed": {"num_microbatches": 8}},
         "train": {"precision": "bf16", "global_batch_size": 8},
     }
@@ -184,13 +184,9 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
     assert done.returncode == 0, done.stdout + done.stderr
     assert "costs: ours, analytic" in (folder / "plan.yaml").read_text()
     assert read_meta(folder / "costs.duckdb", made_by="fit-costs")["source"] == "analytic"
-    costs = "results/analytic/costs.duckdb"
-    first = read_meta(checkout.folder / costs, made_by="fit-costs")["config_digest"]
     assert checkout.jobs_of_dry_run(plan, "--configfile", config) == []
     devices.write_text(devices.read_text().replace("3350e9", "3000e9"))
-    again = checkout.snakemake(costs, "--cores", "2", "--configfile", config)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert read_meta(checkout.folder / costs, made_by="fit-costs")["config_digest"] != first
+    assert {"profile_costs", "fit_costs"} <= set(checkout.jobs_of_dry_run(plan, "--configfile", config))
     sections["cluster"] |= {"device_model": "h1000"}
     refused = checkout.snakemake(
         plan, "-n", "--cores", "2", "--configfile", checkout.write_config("no.yaml", **sections)
