@@ -1,6 +1,6 @@
 """How many communicators a rank has, and whether all messages end in the model of NCCL (`dflop/step/streams.py`).
 
-    python tests/benchmarks/messages.py [--plans 2000]
+    python tests/benchmarks/messages.py [--plans 2000] [--seed 0]
 
 The first table is by cluster: communicators of a rank if there were one for each pair of ranks and channel, those that
 there are, and the calls that make them. Then plans of 2 to 1,024 ranks are drawn: any placement, schedule and sharding,
@@ -37,11 +37,12 @@ CLUSTERS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="draws other plans")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.argv)}\n\n{'':28}{'one a pair':>12}{'now':>6}{'calls':>7}")
     for num_ranks, num_encoding, pp in CLUSTERS:
         print_cluster(num_ranks, num_encoding, pp)
-    follow(arguments.plans)
+    follow(arguments.plans, arguments.seed)
 
 
 def print_cluster(num_ranks: int, num_encoding: int, pp: int) -> None:
@@ -66,11 +67,11 @@ def print_cluster(num_ranks: int, num_encoding: int, pp: int) -> None:
     print(f"{name:<28}{before:>12,}{num_communicators(plan, is_tied=False):>6}{calls:>7}", flush=True)
 
 
-def follow(num_plans: int) -> None:
+def follow(num_plans: int, drawn_from: int) -> None:
     """Follow drawn plans; one that does not end is an error, which shows the plan."""
     placements, sizes, started = Counter(), Counter(), time.process_time()
 
-    @seed(0)
+    @seed(drawn_from)
     @settings(max_examples=num_plans, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
         order=orders(most_ranks=1024),
