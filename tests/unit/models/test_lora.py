@@ -20,7 +20,7 @@ def refusal(family: str, **lora: object) -> str:
     config = load_config({"model": {"family": family, "lora": lora}})
     spec, runtime = load_model_spec(config.model), load_runtime(family)
     with pytest.raises(UserError) as caught:
-        runtime.check_targets(spec, runtime.make_config(spec, {}, 0), config.model.trained)
+        runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained)
     return str(caught.value)
 
 
