@@ -12,7 +12,7 @@ __all__ = ["init_command"]
 
 @click.command("init")
 @click.argument("folder", type=FOLDER)
-@click.option("--recipe", help="A recipe to begin with: the name of a file in config/recipes. It is copied to recipe.yaml.")
+@click.option("--recipe", help="The name of a file in config/recipes, which is copied to recipe.yaml.")
 def init_command(folder: Path, recipe: str | None) -> None:
     """Make a new folder to run the workflow in: a Snakefile, configs, and a profile for Slurm.
 
