@@ -1,6 +1,7 @@
 """Whether a collator pads batches: the cost of a batch depends on it, and collators have no attribute that tells it."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def pads_batches(collator: Callable[[list[Any]], Any], dataset: Any) -> bool:
     Raises:
         UserError: the batch has no `input_ids` of either shape.
     """
-    samples = [dataset[0], dataset[0]]
+    samples = [copy(dataset[0]), copy(dataset[0])]  # a collator may take labels out
     with torch.random.fork_rng(devices=[]):
         batch = collator(samples)
     shape = (

@@ -63,8 +63,8 @@ class BalancedBatchSampler(BatchSampler):
             Trainer's way); a rank's batches then need to be even only in sum.
         equal_sizes: True: all batches of a step hold `batch_size` samples. False: `batch_size` is their mean, and a
             batch of short samples holds more of them than one of long samples, at least one. Ranks are evener, padded
-            ones by far, and a step never takes longer than with equal sizes. The loss must then be divided by the
-            tokens (or samples) of the whole step, as below.
+            ones by far, and no step takes over 1 % longer than with equal sizes. The loss must then be divided by the
+            tokens (or samples) of the whole step, as above.
         sample_bytes: `[num_samples]`, what each sample adds to the memory of its batch (its size when padded), such as
             its activations; needs `max_batch_bytes`.
         max_batch_bytes: no batch holds more than this. Other units, such as tokens, will do if both have them.

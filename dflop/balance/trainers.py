@@ -26,7 +26,7 @@ def balance_trainer(
     costs: Any = None,
     *,
     padded: bool | None = None,
-    equal_sizes: bool = False,
+    equal_sizes: bool | None = None,
     sample_bytes: Any = None,
     max_batch_bytes: int | None = None,
 ) -> Any:
@@ -35,29 +35,32 @@ def balance_trainer(
         trainer = balance_trainer(Trainer(model, args, train_dataset=dataset, data_collator=collator))
         trainer.train()
 
-    Steps hold the samples that the Trainer would give them without, by its seed; see `BalancedBatchSampler`, to which
-    the arguments are handed. Ranks wait in each microbatch under FSDP and DeepSpeed, else once a step.
+    Steps hold the samples that the Trainer would give them without, by its seed (but for an epoch's last step, which
+    the Trainer fills up with more repeated samples); see `BalancedBatchSampler`, to which the arguments are handed.
+    Ranks wait in each microbatch under FSDP and DeepSpeed, else once a step.
 
     Args:
-        trainer: a `transformers.Trainer` or one derived from it, such as TRL's `SFTTrainer`, not yet trained.
+        trainer: a `transformers.Trainer` or one derived from it that keeps its samplers, such as TRL's `SFTTrainer`,
+            not yet trained.
         costs: of each sample, in dataset order, as `BalancedBatchSampler` takes them; or the path of a
             `shapes.duckdb` (`dflop shapes`). By default lengths are read from the dataset (its column
             `args.length_column_name`, else its `input_ids`), and attention is added for this model (`sample_costs`).
         padded: whether the collator pads; by default two samples are collated to see it.
-        equal_sizes: whether all batches hold the same number of samples. The Trainer divides the loss by the tokens
-            of the whole step, where the model's loss takes `num_items_in_batch`, so unequal batches weigh no token
-            more than others; with another loss, ask for equal ones.
+        equal_sizes: whether all batches hold the same number of samples. By default they do not, where the loss is
+            divided by the tokens of the whole step (causal language models, or a `compute_loss_func`, with
+            `average_tokens_across_devices`); with a mean over each batch, samples of small batches would weigh more.
 
     Raises:
-        UserError: the dataset tells no lengths, or there are not as many costs as samples.
+        UserError: the dataset tells no lengths, there are not as many costs as samples, or the trainer deals samples in
+            a way of its own.
     """
-    args, dataset = trainer.args, trainer.train_dataset
-    if not hasattr(dataset, "__len__"):
-        raise UserError("the trainer's train_dataset must have a length; a stream of samples cannot be dealt evenly")
+    args = trainer.args
+    _check_that_samples_are_dealt_plainly(trainer)
+    dataset, collator = _with_the_models_columns(trainer)
     if padded is None:
-        padded = pads_batches(trainer.data_collator, dataset)
+        padded = pads_batches(collator, dataset)
     if costs is None:
-        costs = _with_attention(_lengths(dataset, args.length_column_name), trainer.model)
+        costs = _with_attention(_lengths(trainer.train_dataset, args.length_column_name), trainer.model)
     elif isinstance(costs, str | Path):
         costs = sample_costs(costs, trainer.model)
         costs = costs[:, -1:] if padded else costs  # what is padded is the LLM's sequence
@@ -67,10 +70,10 @@ def balance_trainer(
         )
     waits = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
 
-    def get_train_dataloader() -> DataLoader:
-        sampler = BalancedBatchSampler(
+    def make_sampler() -> BalancedBatchSampler:
+        return BalancedBatchSampler(
             costs,
-            args.train_batch_size,
+            trainer._train_batch_size,  # which `auto_find_batch_size` makes smaller
             num_replicas=args.world_size,
             rank=args.process_index,
             num_accumulation_steps=args.gradient_accumulation_steps,
@@ -78,26 +81,59 @@ def balance_trainer(
             drop_last=args.dataloader_drop_last,
             padded=padded,
             sync="microbatch" if waits else "step",
-            equal_sizes=equal_sizes,
+            equal_sizes=not _divides_by_the_steps_tokens(trainer) if equal_sizes is None else equal_sizes,
             sample_bytes=sample_bytes,
             max_batch_bytes=max_batch_bytes,
         )
-        data, collator = _with_the_models_columns(trainer)
+
+    def get_train_dataloader() -> DataLoader:
+        from transformers.trainer_utils import seed_worker
+
+        sampler = make_sampler()
         loader = DataLoader(
-            data,
+            dataset,
             batch_sampler=sampler,
             collate_fn=collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(_seed_worker, rank=args.process_index),
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         )
         loader.set_epoch = sampler.set_epoch  # the Trainer calls it at the start of every epoch
         return loader  # as it is: accelerator.prepare would shard the batches a second time
 
+    make_sampler()  # what cannot be is said now, not when training begins
     trainer.get_train_dataloader = get_train_dataloader
     return trainer
+
+
+def _check_that_samples_are_dealt_plainly(trainer: Any) -> None:
+    """Refuse a trainer whose ranks, order or batches are more than random shares of a dataset."""
+    from transformers import Trainer
+
+    name = type(trainer).__name__
+    if not hasattr(trainer.train_dataset, "__len__"):
+        raise UserError("the trainer's train_dataset must have a length; a stream of samples cannot be dealt evenly")
+    for method in ("get_train_dataloader", "_get_train_sampler"):
+        if getattr(type(trainer), method) is not getattr(Trainer, method):
+            raise UserError(f"{name} deals samples in a way of its own ({method}), which balancing would undo")
+    if (strategy := trainer.args.train_sampling_strategy) != "random":
+        raise UserError(f"train_sampling_strategy={strategy!r} orders samples itself; leave it at 'random'")
+    for method, parallelism in (("get_tp_size", "tensor"), ("get_cp_size", "context"), ("get_sp_size", "sequence")):
+        if (size := getattr(trainer, method, lambda: 1)()) > 1:
+            raise UserError(f"{parallelism} parallelism over {size} ranks, which share a batch, is not supported")
+
+
+def _divides_by_the_steps_tokens(trainer: Any) -> bool:
+    """Whether each target token weighs the same, whatever batch it is in."""
+    if not trainer.args.average_tokens_across_devices or getattr(trainer, "loss_is_scaled_for_ga", None) is False:
+        return False
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return True
+    model = trainer.model
+    is_causal = getattr(model, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")
+    return is_causal and not getattr(model.config, "is_encoder_decoder", False) and trainer.model_accepts_loss_kwargs
 
 
 def sample_costs(shapes: str | Path, model: Any = None) -> np.ndarray:
@@ -105,9 +141,9 @@ def sample_costs(shapes: str | Path, model: Any = None) -> np.ndarray:
 
     Columns: items of the encoders that the dataset uses, vision before audio, then the LLM's tokens n, with `model` (a
     transformers model) as `n + n * n / c` for the attention: c tokens attend as long as their layers' matrices take
-    (65,000 tokens for a layer of Qwen2-7B, half of it counted for a causal mask). Rows are the records of the
-    manifests in the order in which `data.sources` or `dflop shapes` name them. A record that was rejected has the mean
-    of the others, with a warning.
+    (65,000 tokens for a layer of Qwen2-7B, under a causal mask). Weights of 4 bits and experts are not told apart: give
+    costs of your own there. Rows are the records of the manifests in the order in which `data.sources` or
+    `dflop shapes` name them. A record that was rejected has the mean of the others, with a warning.
 
     Raises:
         UserError: the file is no shapes.duckdb, or holds no sample.
@@ -142,38 +178,42 @@ def sample_costs(shapes: str | Path, model: Any = None) -> np.ndarray:
 
 
 def _with_attention(lengths: np.ndarray, model: Any) -> np.ndarray:
-    """`n + n * n / c` for sequences of `n` tokens in this model's decoder."""
+    """`n + n * n / c` for `n` tokens in this model's decoder; `n` for a model that tells no such layers."""
+    lengths = lengths.astype(np.float64)
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return lengths
     config = model.config.get_text_config()
-    layers = [
-        module
-        for module in model.modules()
-        if type(module).__name__ == "ModuleList"
-        and len(module) == config.num_hidden_layers
-        and any(hasattr(layer, "self_attn") for layer in module)
-    ]
-    if not layers:
-        return lengths.astype(np.float64)
-    parameters = sum(parameter.numel() for parameter in max(layers, key=_size).parameters()) / config.num_hidden_layers
+    depth = getattr(config, "num_hidden_layers", None)
+    layers = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module) == depth]
+    parameters = max(map(_num_parameters, layers), default=0) / (depth or 1)
+    if not parameters:
+        return lengths
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # A token's matrices take 2 * parameters FLOPs, its attention 2 * 2 * n / 2 * width under a causal mask.
-    return lengths + lengths.astype(np.float64) ** 2 * config.num_attention_heads * head_size / parameters
+    return lengths + lengths**2 * config.num_attention_heads * head_size / parameters
 
 
-def _size(module: Any) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _num_parameters(module: Any) -> int:
+    """Where DeepSpeed holds them elsewhere, it says how many there are."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 def _lengths(dataset: Any, column: str) -> np.ndarray:
     names = getattr(dataset, "column_names", None) or []
     if column in names:
-        return np.asarray(dataset[column])
+        lengths = np.asarray(dataset[column][:])  # at once, not row by row
+        if lengths.dtype.kind not in "iuf":
+            raise UserError(f"the dataset's column {column!r} holds no lengths; name one by args.length_column_name")
+        return lengths
+    if "input_ids" in names:
+        return np.array([len(ids) for ids in dataset["input_ids"]])
     first = dataset[0]
     if not (isinstance(first, Mapping) and "input_ids" in first):
         raise UserError(
             f"the train_dataset has neither a column {column!r} nor `input_ids`, so its samples tell no length; give "
             "costs, e.g. costs=[…] or costs='shapes.duckdb' (`dflop shapes MANIFEST --model DIR` makes it)"
         )
-    return np.array([len(ids) for ids in (dataset["input_ids"] if names else (row["input_ids"] for row in dataset))])
+    return np.array([len(dataset[index]["input_ids"]) for index in range(len(dataset))])
 
 
 def _with_the_models_columns(trainer: Any) -> tuple[Any, Any]:
@@ -182,11 +222,3 @@ def _with_the_models_columns(trainer: Any) -> tuple[Any, Any]:
     if hasattr(dataset, "column_names"):
         return trainer._remove_unused_columns(dataset, description="training"), collator
     return dataset, trainer._get_collator_with_removed_columns(collator, description="training")
-
-
-def _seed_worker(worker: int, rank: int) -> None:
-    """Other random numbers in the loaders of each rank; the Trainer seeds all ranks alike."""
-    from torch import initial_seed
-    from transformers import set_seed
-
-    set_seed((initial_seed() + rank * 1_000_003) % 2**32)

@@ -36,6 +36,8 @@ __all__ = ["unequal_cells"]
 NUM_CUTS = 48
 # Limits of a batch's cost that are tried where replicas wait once a step, in eighths of the smallest possible one.
 LIMITS = (9, 10, 12, 16, 32)
+# A step that costs at most this many times the mean replica is even enough.
+WELL_EVEN = 1.01
 NO_LIMIT = np.iinfo(np.int64).max
 
 
@@ -48,7 +50,7 @@ def unequal_cells(
     sync: Sync = "microbatch",
     limit: ByteLimit | None = None,
 ) -> np.ndarray:
-    """As many cells as `balanced_cells` makes, of any sizes, in which replicas wait no longer.
+    """As many cells as `balanced_cells` makes, of any sizes, in which replicas wait no longer, or 1 % longer at most.
 
     Args:
         costs: as in `balanced_cells`.
@@ -69,29 +71,43 @@ def unequal_cells(
         found += _padded(shares[:, 0], num_replicas, num_microbatches, sync, limit, int(largest))
     else:
         found += _summed(shares, num_replicas, num_microbatches, sync, limit)
-    with suppress(DoesNotFit):
-        sums = None if padded else limit
-        found.append(balanced_cells(costs, num_replicas, batch_size, padded=padded, sync=sync, limit=sums))
-    found = [cell for cell in found if is_within(cell, limit, padded=padded)]
-    if not found:
+    waits = [_waits(shares, cell, num_replicas, padded, sync, limit) for cell in found]
+    # Sums come near to even, or else equal sizes may be evener; their work is spared where there is nothing to gain.
+    if padded or min(waits) > WELL_EVEN * shares.sum() / num_replicas:
+        with suppress(DoesNotFit):
+            sums = None if padded else limit
+            found.append(balanced_cells(costs, num_replicas, batch_size, padded=padded, sync=sync, limit=sums))
+            waits.append(_waits(shares, found[-1], num_replicas, padded, sync, limit))
+    if min(waits) == np.inf:
         raise DoesNotFit
-    return min(found, key=lambda cell: waiting_loads(cell_loads(shares, cell, num_replicas, padded=padded), sync))
+    return found[int(np.argmin(waits))]
+
+
+def _waits(
+    shares: np.ndarray, cell: np.ndarray, num_replicas: int, padded: bool, sync: Sync, limit: ByteLimit | None
+) -> float:
+    """What a step costs with all waiting; infinite beyond the limit."""
+    if not is_within(cell, limit, padded=padded):
+        return np.inf
+    return waiting_loads(cell_loads(shares, cell, num_replicas, padded=padded), sync)
 
 
 def _summed(
     shares: np.ndarray, num_replicas: int, num_microbatches: int, sync: Sync, limit: ByteLimit | None
 ) -> list[np.ndarray]:
     """Assignments for cells whose costs add up."""
-    found = [_beside_the_dearest(shares, num_replicas, num_microbatches, limit)]
-    if num_microbatches > 1:
-        found.append(_beside_the_dearest(shares, num_replicas, num_microbatches, limit, giants=False))
     if sync == "step" and num_microbatches > 1:
-        found.append(_level_sums(shares, num_replicas, num_microbatches, limit))
+        level = _level_sums(shares, num_replicas, num_microbatches, limit)
+        if is_within(level, limit):
+            return [level]
+    found = [_beside_the_dearest(shares, num_replicas, num_microbatches, limit, giants=False)]
+    if num_microbatches > 1 and (shares.max(axis=0) * num_replicas * num_microbatches > shares.sum(axis=0)).any():
+        found.append(_beside_the_dearest(shares, num_replicas, num_microbatches, limit, giants=True))
     return [cell for cell in found if cell is not None]
 
 
 def _beside_the_dearest(
-    shares: np.ndarray, num_replicas: int, num_microbatches: int, limit: ByteLimit | None, *, giants: bool = True
+    shares: np.ndarray, num_replicas: int, num_microbatches: int, limit: ByteLimit | None, *, giants: bool
 ) -> np.ndarray | None:
     """Level cells; with `giants`, a sample that exceeds the mean cell has other dear samples computed beside it.
 
@@ -330,20 +346,21 @@ def _choose_cuts(cost, held, most, num_replicas, first):
 def _pad_least(cost, held, most, limit, num_cells):
     """Ends of `num_cells` batches, none above `limit`, whose costs add up to the least that was found.
 
-    A price for each batch is searched at which the best number of batches is `num_cells` (a Lagrange multiplier).
+    A price for each batch is searched at which the best number of batches is `num_cells` (a Lagrange multiplier). Where
+    no price gives just this number, the next smaller one is taken, and batches are cut where most is saved.
     """
     num_samples = len(cost)
     window = 16 * (num_samples // num_cells) + 16
-    low, high = 0.0, float(cost[0]) * num_samples
+    low, high = 0.0, float(cost[0]) * window
     best = np.full(num_samples + 1, np.inf)
     count = np.zeros(num_samples + 1, dtype=np.int64)
     begin_of = np.zeros(num_samples + 1, dtype=np.int64)
     ends = np.empty(num_cells, dtype=np.int64)
-    found = False
-    for _ in range(40):
+    found = 0
+    while high - low >= 1 and found < num_cells:
         price = (low + high) / 2
-        best[0], count[0] = 0.0, 0
         best[1:] = np.inf
+        best[0], count[0] = 0.0, 0
         for begin in range(num_samples):
             if best[begin] == np.inf:
                 continue
@@ -360,24 +377,23 @@ def _pad_least(cost, held, most, limit, num_cells):
             low = price
             continue
         high = price
-        # Fewer batches than asked for: the longest ones are cut until there are enough, which never costs more.
-        found = True
-        number, end = count[num_samples], num_samples
-        for cell in range(number - 1, -1, -1):
-            ends[cell] = end
-            end = begin_of[end]
-        while number < num_cells:
-            widest_cell, gain, cut = -1, np.int64(-1), 0
-            for cell in range(number):
-                begin = ends[cell - 1] if cell else 0
-                for middle in range(begin + 1, ends[cell]):
-                    saved = (cost[begin] - cost[middle]) * (ends[cell] - middle)
-                    if saved > gain:
-                        widest_cell, gain, cut = cell, saved, middle
-            for cell in range(number, widest_cell, -1):
-                ends[cell] = ends[cell - 1]
-            ends[widest_cell] = cut
-            number += 1
-        if count[num_samples] == num_cells:
-            break
-    return ends if found else ends[:0]
+        if count[num_samples] > found:
+            found, end = count[num_samples], num_samples
+            for cell in range(found - 1, -1, -1):
+                ends[cell] = end
+                end = begin_of[end]
+    if not found:
+        return ends[:0]
+    while found < num_cells:
+        widest_cell, gain, cut = -1, np.int64(-1), 0
+        for cell in range(found):
+            begin = ends[cell - 1] if cell else 0
+            for middle in range(begin + 1, ends[cell]):
+                saved = (cost[begin] - cost[middle]) * (ends[cell] - middle)
+                if saved > gain:
+                    widest_cell, gain, cut = cell, saved, middle
+        for cell in range(found, widest_cell, -1):
+            ends[cell] = ends[cell - 1]
+        ends[widest_cell] = cut
+        found += 1
+    return ends

@@ -87,6 +87,7 @@ def shapes_command(
     import tempfile
 
     from dflop.shapes import list_sources
+    from dflop.store import read_table
 
     root = {} if media_root is None else {"media_root": str(media_root.resolve())}
     given = {
@@ -100,21 +101,30 @@ def shapes_command(
         for source in list_sources(config.data):
             for shard in _shards(config, source, look_again=True):
                 _profile(config, source, shard, Path(folder) / f"{shard.name}.parquet")
-        merge_shapes.callback(configs, Path(folder), out, None)
+        _merge(load_for("merge-shapes", configs), Path(folder), out)
+    shapes, rejects = (read_table(out, f"{of}_summary", made_by="shapes") for of in ("shape", "reject"))
+    if not len(read_table(out, "samples", made_by="shapes")):
+        out.unlink()
+        raise UserError(f"{_nothing_usable(rejects)}. Check --media-root")
+    click.echo("\n".join([f"{out}:", *_shape_lines(shapes, rejects)]))
 
 
 def _family_of(model: Path) -> str:
-    """The family by the `model_type` in a model's `config.json`, of which the family may be a part."""
+    """The family by the `model_type` in a model's `config.json`, or by that of the part which is trained."""
     import json
 
     from dflop.models import family_names
 
     path = model / "config.json"
     try:
-        kind = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+        config = json.loads(path.read_text(encoding="utf-8"))
+        kind = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} is no model's config with a `model_type`; give --model a model's folder") from None
-    return next((name for name in family_names() if f"{name}_".startswith(f"{kind}_")), kind)
+    for name in family_names():
+        if name == kind or (name.startswith(f"{kind}_") and f"{name.removeprefix(f'{kind}_')}_config" in config):
+            return name
+    raise UserError(f"{path}: model_type {kind!r} is not supported; these are: {', '.join(family_names())}")
 
 
 def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, ...]:
@@ -206,7 +216,10 @@ def merge_shapes(configs: tuple[str, ...], shapes: Path, out: Path, bounds: Path
     said = f" ({num_held_out:,} of them held out for evaluation)" if num_held_out else ""
     click.echo(f"{out}: {num_samples:,} samples{said}, {reject_summary['num_records'].sum():,} rejects")
     if not num_samples:
-        raise UserError(_nothing_usable(reject_summary, shapes))
+        raise UserError(
+            f"{_nothing_usable(reject_summary)}. Check `data.sources` and its `media_root`; {shapes}/*.parquet hold "
+            "the reason of every record"
+        )
     for line in _shape_lines(shape_summary, reject_summary):
         click.echo(line)
     if tokenizer_folder(config.model) == BUNDLED_TOKENIZER:
@@ -258,7 +271,7 @@ def _merge(config, shapes: Path, out: Path) -> None:
     )
 
 
-def _nothing_usable(rejects, shapes: Path) -> str:
+def _nothing_usable(rejects) -> str:
     """The message where all records were rejected. Without it, only training would fail, after costs are measured."""
     import polars as pl
 
@@ -266,10 +279,7 @@ def _nothing_usable(rejects, shapes: Path) -> str:
     found = [
         f"{count:,} {reason}, e.g. {example}" for reason, count, example in reasons.sort(-pl.col("num_records")).rows()
     ]
-    return (
-        f"none of {reasons['num_records'].sum():,} records can be used: {'; '.join(found)}. Check `data.sources` and "
-        f"its `media_root`; {shapes}/*.parquet hold the reason of every record"
-    )
+    return f"none of {reasons['num_records'].sum():,} records can be used: {'; '.join(found)}"
 
 
 def _shape_lines(shapes, rejects) -> list[str]:

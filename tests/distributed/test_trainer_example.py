@@ -19,6 +19,7 @@ NUM_RANKS, NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, EPOCHS = 2, 45, 2, 2, 2
 SCRIPT = f"""
 import json, os, sys
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -27,7 +28,7 @@ from dflop import BalancedBatchSampler, balance_trainer
 folder = sys.argv[1]
 lengths = [3 + (7 * index) % 23 for index in range({NUM_SAMPLES})]
 data = [{{"input_ids": [index + 1] * length}} for index, length in enumerate(lengths)]
-noted, BATCH_SIZE, ACCUMULATION, EPOCHS = [], {BATCH_SIZE}, {ACCUMULATION}, {EPOCHS}
+noted, weights, BATCH_SIZE, ACCUMULATION, EPOCHS = [], [], {BATCH_SIZE}, {ACCUMULATION}, {EPOCHS}
 
 
 def collate(samples):
@@ -71,12 +72,15 @@ class NotedTrainer(Trainer):
 
 
 tokens = set()
-trainer = NotedTrainer(tiny_model(), TrainingArguments(**ARGUMENTS), train_dataset=data, data_collator=collate)
-balance_trainer(trainer).train(resume_from_checkpoint=RESUMED)
-assert len(dict(tokens)) == len(tokens), "the loss of a step is divided by different numbers of tokens"
+given = Dataset.from_list([sample | {"text": "not for the model"} for sample in data])
+trainer = NotedTrainer(tiny_model(), TrainingArguments(**ARGUMENTS), train_dataset=given, data_collator=collate)
+balance_trainer(trainer, equal_sizes=EQUAL).train(resume_from_checkpoint=RESUMED)
+of_ranks = [None, None]
+torch.distributed.all_gather_object(of_ranks, tokens)
+assert len(dict(set().union(*of_ranks))) == len(tokens), "a step's loss is divided by different numbers of tokens"
+weights.append(torch.cat([own.detach().flatten() for own in trainer.model.parameters()]))
 """,
     "trl": """
-from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 class NotedTrainer(SFTTrainer):
@@ -106,8 +110,8 @@ loader = prepare_data_loader(loader, accelerator.device, num_processes=1, proces
 model = accelerator.prepare(tiny_model())
 optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
 step = 0
-for epoch in range(EPOCHS):
-    sampler.set_epoch(epoch)
+for epoch in (1, 0):
+    loader.set_epoch(epoch)
     for batch in loader:
         with accelerator.accumulate(model):
             note(step, batch)
@@ -165,7 +169,8 @@ def train(folder: Path, **codes: str) -> list[list[list[int]]]:
 
 def steps_of(folder: Path, name: str) -> list[list[int]]:
     ranks = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    assert len({len(batch) for noted in ranks for _, batch in noted}) > 1, "all batches have the same size"
+    if name != "equal":
+        assert len({len(batch) for noted in ranks for _, batch in noted}) > 2, "batches have their usual sizes"
     return [
         sorted(sample for noted in ranks for step, batch in noted if step == number for sample in batch)
         for number in range(max(step for noted in ranks for step, _ in noted) + 1)
@@ -189,9 +194,12 @@ def torch_steps() -> list[list[int]]:
 def test_the_trainer_trains_on_the_samples_of_torch_and_resumes_in_the_second_epoch(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate (pip install '.[dev]')")
     expected = torch_steps()
-    begun = RUNS["transformers"].replace("RESUMED", "None")
-    resumed = RUNS["transformers"].replace("RESUMED", 'f"{folder}/checkpoint-8"')
-    assert train(tmp_path, begun=begun, resumed=resumed) == [expected, [[]] * 8 + expected[8:]]
+    begun = RUNS["transformers"].replace("EQUAL", "None").replace("RESUMED", "None")
+    resumed = RUNS["transformers"].replace("EQUAL", "None").replace("RESUMED", 'f"{folder}/checkpoint-8"')
+    equal = RUNS["transformers"].replace("EQUAL", "True").replace("RESUMED", "None")
+    equal += "assert (weights[0] - weights[2]).abs().max() < 1e-5, 'batches of other sizes train otherwise'\n"
+    found = train(tmp_path, begun=begun, resumed=resumed, equal=equal)
+    assert found == [expected, [[]] * 8 + expected[8:], expected]
 
 
 def test_trl_accelerate_and_lightning_train_on_the_samples_of_torch(tmp_path):
@@ -199,4 +207,7 @@ def test_trl_accelerate_and_lightning_train_on_the_samples_of_torch(tmp_path):
     for name in others:
         pytest.importorskip(name, reason=f"needs {name} (pip install '.[dev]')")
     ChatTokenizer(None).save(tmp_path / "tokenizer", ())
-    assert train(tmp_path, **{name: RUNS[name] for name in others}) == [torch_steps()] * len(others)
+    expected = torch_steps()
+    half = len(expected) // EPOCHS
+    found = train(tmp_path, **{name: RUNS[name] for name in others})
+    assert found == [expected, expected[half:] + expected[:half], expected], "accelerate began with the second epoch"

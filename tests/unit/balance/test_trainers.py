@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from dflop import balance_trainer, sample_costs
 from dflop.base import UserError
@@ -55,8 +55,8 @@ def write_shapes(folder, num_words: list[int], *, wrong: int | None = None):
         records[wrong]["image"] = "nowhere.png"
     (folder / "train.json").write_text(json.dumps(records))
     out = folder / "out" / "shapes.duckdb"
-    done = CliRunner().invoke(cli, ["shapes", str(folder / "train.json"), "--model", str(model), "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    command = ["shapes", str(folder / "train.json"), "--model", str(model), "--out", str(out)]
+    CliRunner().invoke(cli, command, catch_exceptions=False)
     assert [path.name for path in out.parent.iterdir()] == ["shapes.duckdb"], "files beside the database are left"
     return out
 
@@ -68,25 +68,69 @@ def test_a_manifests_shapes_are_costs_in_the_order_of_its_records(tmp_path, capl
     assert "1 of 4 records were rejected" in caplog.text
 
 
-def test_a_folder_that_is_no_model_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, "give --model a model's folder"), ("qwen2", "model_type 'qwen2' is not supported; these are: ")],
+)
+def test_a_folder_of_no_model_or_of_another_kind_is_named(config, message, tmp_path):
     (tmp_path / "train.json").write_text("[]")
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": config}))
     done = CliRunner().invoke(cli, ["shapes", str(tmp_path / "train.json"), "--model", str(tmp_path)])
     assert isinstance(done.exception, UserError)
-    assert "give --model a model's folder" in str(done.exception)
+    assert message in str(done.exception)
+
+
+def test_a_manifest_of_which_nothing_can_be_used_leaves_no_database(tmp_path):
+    with pytest.raises(
+        UserError, match=r"none of 1 records can be used: 1 placeholder_mismatch, .*\. Check --media-root$"
+    ):
+        write_shapes(tmp_path, [3], wrong=0)
+    assert not (tmp_path / "out" / "shapes.duckdb").exists()
+
+
+def trainer_of(model, data, tmp_path, kind=Trainer, **arguments) -> Trainer:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
+    return kind(model, arguments, train_dataset=data, data_collator=padded)
+
+
+def padded(samples):
+    ids = [torch.tensor(sample.pop("input_ids")) for sample in samples]
+    return {"input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)}
+
+
+TEXTS = [{"input_ids": [1] * length} for length in (1, 2, 3, 4)]
+
+
+class OwnSampler(Trainer):
+    def _get_train_sampler(self, *args):
+        return None
 
 
 @pytest.mark.parametrize(
-    ("data", "costs", "message"),
+    ("options", "costs", "message"),
     [
-        ([{"messages": "x"}] * 4, None, "neither a column 'length' nor `input_ids`"),
-        ([{"input_ids": [1]}] * 4, [1, 2, 3], "there are 3 costs for 4 samples"),
-        ((row for row in ()), None, "must have a length"),
+        ({"data": [{"messages": "x"}] * 4, "remove_unused_columns": False}, None, "neither a column 'length' nor"),
+        ({}, [1, 2, 3], "there are 3 costs for 4 samples"),
+        ({"train_sampling_strategy": "sequential"}, None, "'sequential' orders samples itself"),
+        ({"kind": OwnSampler}, None, r"OwnSampler deals samples in a way of its own \(_get_train_sampler\)"),
+        ({}, [[1, 2]] * 4, "padded=True needs one cost a sample"),
     ],
 )
-def test_a_trainer_whose_samples_cannot_be_priced_is_refused(model, data, costs, message, tmp_path):
-    class Given:
-        args, train_dataset, data_collator = TrainingArguments(str(tmp_path), use_cpu=True), data, None
-
-    Given.model = model
+def test_a_trainer_whose_samples_cannot_be_dealt_is_refused_before_it_trains(model, options, costs, message, tmp_path):
+    trainer = trainer_of(model, tmp_path=tmp_path, **{"data": TEXTS} | options)
     with pytest.raises(UserError, match=message):
-        balance_trainer(Given, costs, padded=True)
+        balance_trainer(trainer, costs, padded=True)
+
+
+def test_batches_are_unequal_only_where_the_loss_is_divided_by_the_tokens_of_the_step(model, tmp_path):
+    for average, equal_sizes in ((True, False), (False, True)):
+        trainer = trainer_of(model, TEXTS, tmp_path, average_tokens_across_devices=average)
+        assert balance_trainer(trainer).get_train_dataloader().batch_sampler.equal_sizes is equal_sizes
+    assert [len(sample["input_ids"]) for sample in TEXTS] == [1, 2, 3, 4], "looking at two samples changed one"
+
+
+def test_a_batch_that_does_not_fit_the_memory_is_made_smaller(model, tmp_path):
+    trainer = balance_trainer(trainer_of(model, TEXTS, tmp_path, per_device_train_batch_size=4))
+    trainer._train_batch_size = 2  # what `auto_find_batch_size` does
+    assert len(trainer.get_train_dataloader()) == 2
