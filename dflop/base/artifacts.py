@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflop.base.errors import printable
+
 __all__ = ["cache_folder", "set_torn_aside", "written_whole"]
 
 
@@ -30,7 +32,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 def set_torn_aside(path: Path, why: str) -> None:
     """Move a file with damaged contents to `path`.torn, where nothing looks for it, and print a warning with `why`."""
     aside = path.rename(path.with_name(f"{path.name}.torn"))
-    print(f"dflop: warning: {path}: {why}; the file as it was is {aside}", file=sys.stderr, flush=True)
+    print(printable(f"dflop: warning: {path}: {why}; the file as it was is {aside}"), file=sys.stderr, flush=True)
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 __all__ = ["ToBeContinued", "UserError", "printable", "way_out_of"]
 
 # Control characters, signs that turn the direction of writing, and halves of surrogate pairs.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from dflop.base import set_torn_aside, written_whole
+from dflop.base import printable, set_torn_aside, written_whole
 from dflop.schedule.correction import Learner
 from dflop.schedule.pricer import Pricer
 
@@ -43,7 +43,8 @@ class CorrectionFile:
                 beside.write_text(json.dumps({"about": self._about, **learner.to_dict()}), encoding="utf-8")
         except OSError as error:
             if not self._said:
-                print(f"dflop: warning: {self._path} cannot be written: {error}; tried again later", file=sys.stderr)
+                said = f"dflop: warning: {self._path} cannot be written: {error}; tried again later"
+                print(printable(said), file=sys.stderr)
             self._said = True
             return
         self._num_steps, self._said = learner.num_steps, False

@@ -26,7 +26,12 @@ _PAID, _TICK, _JOIN, _UNFOLDED = "0paid", "0tick", "0join", "0unfolded"
 _MOST_STEPS = 1_000_000
 _CHARACTERS_A_STEP = 64
 # Filters that look at few entries of what they are given, or at each entry with a filter or test that is paid for.
-_OF_ENTRIES = ("map", "select", "reject", "selectattr", "rejectattr", "list", "items", "reverse", "sum", "min", "max")
+_OF_ENTRIES = ("map", "select", "reject", "selectattr", "rejectattr", "list", "items", "reverse")
+# Filters that work on whole entries: what is given bit by bit is taken first.
+_OF_WHOLE = ("join", "sum", "min", "max")
+# Tests that look at no more than a value's type or name.
+_CHEAP_TESTS = ("defined", "undefined", "none", "boolean", "true", "false", "string", "number", "integer", "float")
+_CHEAP_TESTS += ("mapping", "sequence", "iterable", "callable", "filter", "test", "sameas", "escaped")
 _CHEAP = ("length", "count", "first", "last", "default", "d", "safe", "int", "float", "abs", "attr")
 # Filters for web pages, and one that draws at random.
 _REMOVED = ("random", "urlize", "xmlattr", "wordwrap", "pprint", "striptags")
@@ -93,12 +98,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             del self.filters[name]
         for name in set(self.filters) - set(_CHEAP):
             self.filters[name] = counted(name, self.filters[name])
+        for name in set(self.tests) - set(_CHEAP_TESTS):
+            self.tests[name] = _counted_test(self.tests[name])
         self.filters |= {_PAID: _paid, _TICK: _tick, _JOIN: _join, _UNFOLDED: _paid_whole}
         del self.globals["lipsum"]
         self.globals["namespace"] = _PlainNamespace
 
-    def parse(self, source: str, name: str | None = None, filename: str | None = None) -> nodes.Template:
-        tree = _Counting().visit(super().parse(source, name, filename))
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _Counting().visit(super()._parse(source, name, filename))
         return tree.set_environment(self)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -147,7 +154,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else 0
+    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else _num_bits(value) // 8
 
 
 def _num_bits(value: Any) -> int:
@@ -185,8 +192,10 @@ def counted(name: str, run: Callable) -> Callable:
     @wraps(run)
     def run_counted(context: Context, value: Any, *args: Any, **named: Any) -> Any:
         steps = context.parent[STEPS]
-        if name == "join" and isinstance(value, Iterator):
+        if name in _OF_WHOLE and isinstance(value, Iterator):
             value = list(value)
+        if name == "sum" and isinstance(named.get("start", (*args, 0, 0)[1]), _COLLECTIONS):
+            raise TemplateError("a sum of lists")
         if is_of_entries and not isinstance(value, str):
             steps.pay(1 + _length(value))
         else:
@@ -207,6 +216,19 @@ def counted(name: str, run: Callable) -> Callable:
         }[passed and passed.name]
         result = run(*given, value, *args, **named)
         return _as_taken(steps, result) if isinstance(result, Iterator) else result
+
+    return run_counted
+
+
+def _counted_test(run: Callable) -> Callable:
+    """A test that is paid for, as `select` calls it, too."""
+
+    @pass_context
+    @wraps(run)
+    def run_counted(context: Context, value: Any, *args: Any) -> Any:
+        for one in (value, *args):
+            context.parent[STEPS].pay_for(one)
+        return run(value, *args)
 
     return run_counted
 
@@ -273,7 +295,7 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         for operand in node.ops:
             if not isinstance(operand.expr, nodes.Const):
-                operand.expr = _filtered(operand.expr, _PAID)
+                operand.expr = _filtered(operand.expr, _UNFOLDED)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:

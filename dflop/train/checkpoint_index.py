@@ -5,6 +5,8 @@ A pickle may name any function for its reader to call. Here it may name the clas
 
 import io
 import pickle
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path, PosixPath
 from typing import Any, ClassVar
 
@@ -38,6 +40,9 @@ _NAMED = {
 }
 
 
+_DEEPEST = 4
+
+
 class IndexReader(FileSystemReader):
     """torch's reader of a checkpoint's folder, for checkpoints that `save_tensors` has written."""
 
@@ -65,17 +70,37 @@ class IndexReader(FileSystemReader):
         return index
 
 
+def _flat(make_tuple: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
+    """Refuse tuples that hold each other many times over: hashing one would not end."""
+
+    def make(unpickler: "_Unpickler") -> None:
+        make_tuple(unpickler)
+        if _depth(unpickler.stack[-1]) > _DEEPEST:
+            raise pickle.UnpicklingError(f"it holds tuples more than {_DEEPEST} deep, as no checkpoint of dflop does")
+
+    return make
+
+
+def _depth(value: Any) -> int:
+    return 1 + max(map(_depth, value), default=0) if type(value) is tuple else 0
+
+
 class _Unpickler(pickle._Unpickler):
     """In Python, where a pickle's memo is a dict: in C, a few bytes ask for gigabytes of it."""
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    # One asks for as much memory as it says; no index holds sets.
+    for code in (pickle.BYTEARRAY8, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET):
+        del dispatch[code[0]]
 
     def load_build(self) -> None:
-        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
-            raise pickle.UnpicklingError("it sets attributes of a class, as no checkpoint of dflop does")
+        if not is_dataclass(type(self.stack[-2])):
+            raise pickle.UnpicklingError("it sets attributes of what is no entry, as no checkpoint of dflop does")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
+    for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[code[0]] = _flat(dispatch[code[0]])
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMED:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflop.base import UserError
+from dflop.base import UserError, printable
 
 __all__ = ["sole_use"]
 
@@ -69,4 +69,4 @@ def _told(written: str) -> tuple[str, str, str]:
 
 
 def _warn(text: str) -> None:
-    print(f"dflop: warning: {text}", file=sys.stderr, flush=True)
+    print(printable(f"dflop: warning: {text}"), file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fuzzing import damaged, fuzz
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from dflop.base import UserError
 from dflop.train.adamw import Piece
@@ -132,11 +132,28 @@ def test_a_checkpoint_with_a_damaged_index_is_refused_in_a_line_or_read(checkpoi
     assert not [refusal for refusal in refusals if "\n" in refusal]
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"\x96" + (1 << 40).to_bytes(8, "little") + b"0",  # an array of a terabyte
+        b"}K\x01" + b"2\x86" * 40 + b"K\x01s0",  # a key that holds itself 2^40 times
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R}X\x01\x00\x00\x00xK\x01sb0",
+    ],
+    ids=["memory", "a hash without end", "an enumeration's member"],
+)
+def test_an_index_with_a_harmful_beginning_is_refused_at_once(checkpoint, tmp_path, prefix):
+    own = (checkpoint / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(own[:2] + prefix + own[2:])
+    with pytest.raises(UserError, match=r"\.metadata: it "):
+        IndexReader(tmp_path).read_metadata()
+    assert not hasattr(metadata._MEM_FORMAT_ENCODING(0), "x")
+
+
 def test_an_index_that_changes_a_class_is_refused_and_the_class_is_as_it_was(checkpoint, tmp_path):
     """A prefix in front of a right index: it sets `Path.exists`, and drops what it made."""
     own = (checkpoint / ".metadata").read_bytes()
     state = pickle.dumps({"exists": "x"}, protocol=2)[2:-1]
     (tmp_path / ".metadata").write_bytes(own[:2] + b"cpathlib\nPosixPath\n" + state + b"b0" + own[2:])
-    with pytest.raises(UserError, match=r"\.metadata: it sets attributes of a class, as no checkpoint of dflop does"):
+    with pytest.raises(UserError, match=r"\.metadata: it sets attributes of what is no entry, as no"):
         IndexReader(tmp_path).read_metadata()
     assert callable(Path.exists)

@@ -144,6 +144,7 @@ def test_a_text_of_all_characters_that_could_mark_blocks_is_refused(templates):
 
 AS_USUAL = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 ROUNDS = "{% for i in range(40) %}"
+NUMBERS = "{% set a = range(100000) | list %}"
 ENDLESS = {
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "rounds that are skipped": "{% for i in range(99999) %}{% for j in range(99999) if 0 %}{% endfor %}{% endfor %}",
@@ -166,6 +167,10 @@ ENDLESS = {
     "a method's joints": "{{ ('b' * 100000).join(['a'] * 100000) }}",
     "fields": "{{ ('{0}' * 30000).format('a' * 100000) }}",
     "a row of a table": "{{ [1] | batch(1000000000, 'x') | list }}",
+    "tests": NUMBERS + "{% for i in range(1500) %}{% if -1 is in a %}{% endif %}{% endfor %}",
+    "a filter's tests": NUMBERS + "{{ range(100000, 101000) | select('in', a) | list }}",
+    "lists in lists": NUMBERS + "{% for i in range(1500) %}{% if [a] == [a + []] %}{% endif %}{% endfor %}",
+    "the largest of lists": NUMBERS + "{% for i in range(1500) %}{{ [[a], [a]] | max | length }}{% endfor %}",
     "digits": "{{ 2.5 | round(1000000000, 'ceil') }}",
 }
 
@@ -189,6 +194,12 @@ def test_a_template_that_does_not_end_is_refused_at_once(name):
 def test_a_template_that_pads_beyond_reason_refuses_its_conversations(code):
     template = ChatTemplate("{{ " + code + " }}" + AS_USUAL)
     with pytest.raises(RecordError, match="a width of thousands in"):
+        template.render([Turn("user", "a"), Turn("assistant", "b")])
+
+
+def test_lists_are_not_added_up():
+    template = ChatTemplate("{{ [[1], [2]] | sum(start=[]) }}" + AS_USUAL)
+    with pytest.raises(RecordError, match="a sum of lists"):
         template.render([Turn("user", "a"), Turn("assistant", "b")])
 
 
