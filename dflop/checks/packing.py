@@ -188,7 +188,7 @@ def _seen(together: _Run, places: list[slice]) -> list[list[int]]:
 
 
 def _difference(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found - right).abs().max() / right.abs().max().clamp_min(1e-30))
+    return float((found - right).detach().abs().max() / right.detach().abs().max().clamp_min(1e-30))
 
 
 def _same_positions(packed: torch.Tensor | None, place: slice, alone: torch.Tensor | None) -> bool:
