@@ -68,11 +68,8 @@ def measure(rank: int, store: str, lengths: np.ndarray, num_steps: int) -> None:
             dist.all_reduce(count)
             each = np.array(list(seconds.values())) / count.numpy()
             if rank == 0:
-                kind = "padded" if padded else "add up"
-                shown = ", ".join(f"{name} {value:.3f}" for name, value in zip(seconds, each / each[0], strict=True))
-                print(
-                    f"{batch_size} x {accumulation}, {kind}, {seconds['torch']:.1f} s of torch's: {shown}", flush=True
-                )
+                cells = " | ".join(f"{value:.3f}" for value in each / each[0])
+                print(f"| {batch_size} x {accumulation} | {'padded' if padded else 'add up'} | {cells} |", flush=True)
     dist.destroy_process_group()
 
 
