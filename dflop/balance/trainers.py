@@ -118,7 +118,7 @@ def _check_that_samples_are_dealt_plainly(trainer: Any) -> None:
     for method in ("get_train_dataloader", "_get_train_sampler"):
         if getattr(type(trainer), method) is not getattr(Trainer, method):
             raise UserError(f"{name} deals samples in a way of its own ({method}), which balancing would undo")
-    if (strategy := trainer.args.train_sampling_strategy) != "random":
+    if (strategy := getattr(trainer.args, "train_sampling_strategy", "random")) != "random":
         raise UserError(f"train_sampling_strategy={strategy!r} orders samples itself; leave it at 'random'")
     for method, parallelism in (("get_tp_size", "tensor"), ("get_cp_size", "context"), ("get_sp_size", "sequence")):
         if (size := getattr(trainer, method, lambda: 1)()) > 1:

@@ -110,6 +110,8 @@ def check_packing_command(model: Path, collator: str, dataset: str, samples: int
 
     from dflop.checks.packing import check_packing
 
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model} has no config.json; give the folder of a transformers model")
     collate, data = _object(collator), _object(dataset)
     if not hasattr(data, "__getitem__") and callable(data):
         data = data()

@@ -25,7 +25,7 @@ def init_command(folder: Path, recipe: str | None) -> None:
             "Next:\n"
             f"  cd {folder}\n"
             "  $EDITOR recipe.yaml                      # put your paths and your cluster into it\n"
-            "  dflop recipe recipe.yaml -n              # what would run; what is missing is said\n"
+            "  dflop recipe recipe.yaml -n              # shows what would run, or names what is missing\n"
             "  dflop recipe recipe.yaml --profile slurm"
         )
         return

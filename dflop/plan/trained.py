@@ -1,7 +1,7 @@
 """What of a model is trained, and what follows from that.
 
-A config names what is trained (`model.train`), what is frozen (`model.freeze`) and what is adapted (`model.lora`). Only
-this object decides what has a backward, weight gradients, moments or a sync; all other code asks it.
+A config lists trained parts in `model.train`, frozen parts in `model.freeze` and adapted parts in `model.lora`.
+`TrainedSet` decides from these what has a backward, weight gradients, moments or a sync; all other code asks it.
 
 Parameters have plain names, the same for all families: `llm.embeddings…`, `llm.layers.3.self_attn.q_proj.weight`,
 `llm.norm…`, `llm.head…`, `vision.encoder.embeddings…`, `vision.encoder.layers.3…`, `vision.projector…`. What is behind
@@ -25,7 +25,7 @@ __all__ = [
 
 # The parts that a stage is made of, as cost tables name them (`costs.stage_kind`). An encoder's projector is in `last`.
 PARTS = ("stage", "layer", "first", "last")
-# How a unit (what is before the layers, a layer, what is behind them) is trained: all its parameters, some or none.
+# How a unit is trained: all its parameters, some or none. The embeddings, each layer, and the head are units.
 WHOLE, SOME, FROZEN = "whole", "some", "frozen"
 _NUMBERS = re.compile(r"\[(\d+)-(\d+)\]")
 # The most layers that a range such as [20-27] may stand for.
@@ -118,8 +118,8 @@ class Ways(NamedTuple):
 
     @property
     def measured_layer(self) -> int:
-        """The layer that is measured for all: the first of those that are trained most, out of those with a backward.
-        Without any it is the first of all."""
+        """The layer whose costs stand for all layers, e.g. 20 where layers 20 to 27 are trained: the first one that is
+        trained whole, else in part, else the first with a backward, else 0."""
         order = (WHOLE, SOME, FROZEN)
         return min(range(self.num_still, len(self.layers)), key=lambda at: order.index(self.layers[at]), default=0)
 
@@ -131,8 +131,8 @@ class Ways(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainedSet:
-    """The trained part of a model: what `named` names, or everything if it is empty, but for what `frozen` names; and
-    the adapters `lora`, beside which the weights of adapted layers are not trained.
+    """The trained parameters of a model: those that `named` matches (all, if it is empty), without those that `frozen`
+    matches. With `lora`, adapters are trained in place of the weights of the layers that they adapt.
 
     `modules` are the model's with their numbers of layers (`among`). Where they are not known, an encoder that is not
     named is taken to be there, and gradients to be passed on to it.

@@ -30,9 +30,13 @@ from dflop import BalancedBatchSampler
 from dflop.balance.replicas import Sync, balanced_cells
 from dflop.balance.unequal import unequal_cells
 
-# Ranks, batch size and accumulation steps; samples and cells.
+# Ranks, batch size and accumulation steps.
 LAYOUTS = [(ranks, size, steps) for ranks in (16, 64) for size, steps in ((8, 1), (4, 2), (2, 4))]
-TIMED = [(128, 16), (512, 64), (8192, 1024)]
+TIMED = {
+    128: [(16, 8, 1), (16, 4, 2)],
+    512: [(64, 8, 1), (64, 2, 4), (1, 4, 128)],
+    8192: [(1024, 8, 1), (1024, 4, 2), (256, 8, 4), (64, 8, 16)],
+}
 
 
 def main() -> None:
@@ -54,7 +58,7 @@ def main() -> None:
         print(f"{len(lengths)} lengths, mean {lengths.mean():.0f}, largest {lengths.max():.0f}\n")
         print_imbalance(figures["imbalance"])
     for row in figures["time"]:
-        print(f"{row['num_samples']:>5} samples to {row['num_cells']:>4} cells: {row['ms']:8.2f} ms a step")
+        print(f"{row['num_samples']:>5} samples: {row['least_ms']:.1f} to {row['most_ms']:.0f} ms a step")
     out = Path("results/benchmarks/sampler.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(figures, indent=2) + "\n")
@@ -174,16 +178,20 @@ def print_imbalance(rows: list[dict]) -> None:
 
 
 def measure_time(lengths: np.ndarray) -> list[dict]:
-    """Milliseconds a step of one core's time, the median over ten global batches, after compiling."""
+    """Milliseconds of one core's time a step, the least and the most over layouts, batches and ways to wait: of each
+    the median over three global batches, after compiling."""
     rows = []
-    for num_samples, num_cells in TIMED:
-        draw, seconds = np.random.default_rng(0), []
-        for _ in range(11):
-            costs = draw.choice(lengths, num_samples)[:, None]
-            begin = time.thread_time()
-            unequal_cells(costs, num_cells, num_samples // num_cells, padded=True)
-            seconds.append(time.thread_time() - begin)
-        rows.append({"num_samples": num_samples, "num_cells": num_cells, "ms": 1e3 * float(np.median(seconds[1:]))})
+    for num_samples, layouts in TIMED.items():
+        found = []
+        for (num_replicas, batch_size, _), padded, sync in product(layouts, (False, True), get_args(Sync)):
+            draw, seconds = np.random.default_rng(0), []
+            for _ in range(4):
+                costs = draw.choice(lengths, num_samples)[:, None]
+                begin = time.thread_time()
+                unequal_cells(costs, num_replicas, batch_size, padded=padded, sync=sync)
+                seconds.append(time.thread_time() - begin)
+            found.append(1e3 * float(np.median(seconds[1:])))
+        rows.append({"num_samples": num_samples, "least_ms": min(found), "most_ms": max(found)})
     return rows
 
 
