@@ -3,11 +3,12 @@
 from dflop.base.artifacts import set_torn_aside, written_whole
 from dflop.base.errors import ToBeContinued, UserError, printable, way_out_of
 from dflop.base.progress import progress_bar
-from dflop.base.shipped import shipped_folder, start_folder
+from dflop.base.shipped import own_version, shipped_folder, start_folder
 
 __all__ = [
     "ToBeContinued",
     "UserError",
+    "own_version",
     "printable",
     "progress_bar",
     "set_torn_aside",

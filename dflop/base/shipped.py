@@ -1,14 +1,15 @@
-"""The workflow and the configs that come with the package, and new folders to run them in.
+"""What comes with the package: its version, the workflow and the configs, and new folders to run them in.
 
 In a checkout they are its folders `workflow` and `config`; a wheel holds the same two below `dflop/shipped`.
 """
 
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 from dflop.base.errors import UserError
 
-__all__ = ["shipped_folder", "start_folder"]
+__all__ = ["own_version", "shipped_folder", "start_folder"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -34,6 +35,14 @@ use rule * from dflop
 onstart:
     dflop.onstart()
 '''
+
+
+def own_version() -> str:
+    """The version of dflop, or "not installed" where it is imported from a checkout that no pip has installed."""
+    try:
+        return metadata.version("dflop")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def shipped_folder() -> Path:

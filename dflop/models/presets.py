@@ -51,6 +51,15 @@ _QWEN_72B = _qwen2(
 
 # Qwen2.5 kept the sizes of Qwen2 at 7B and 72B, and added 32B between them.
 LLMS: dict[str, dict[str, Any]] = {
+    "qwen2_0.5b": _qwen2(
+        tied=True,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151_936,
+    ),
     "qwen2.5_1.5b": _qwen2(
         tied=True,
         hidden_size=1536,

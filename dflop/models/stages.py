@@ -208,7 +208,11 @@ class LlmStage(Stage):
     @property
     def reads_records(self) -> bool:
         """With several position axes (mRoPE), every stage needs the media's places in the text for its positions."""
-        return super().reads_records or hasattr(self.hf.model.language_model.rotary_emb, "mrope_section")
+        return super().reads_records or self._has_axes
+
+    @property
+    def _has_axes(self) -> bool:
+        return hasattr(self.hf.model.language_model.rotary_emb, "mrope_section")
 
     @property
     def units(self) -> list[str]:
@@ -248,7 +252,10 @@ class LlmStage(Stage):
         features that are still to be added."""
         language_model = self.hf.model.language_model
         hidden, *further = hidden.split(self.hf.config.get_text_config().hidden_size, dim=-1)
-        rotary = language_model.rotary_emb(hidden, batch.position_ids.unsqueeze(-2))
+        positions = batch.position_ids.unsqueeze(-2)
+        if positions.dim() == 2 and self._has_axes:  # text alone has the same on each axis
+            positions = positions.expand(3, -1, -1)
+        rotary = language_model.rotary_emb(hidden, positions)
         for index in self.layers:
             hidden = language_model.layers[index](
                 hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends

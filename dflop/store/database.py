@@ -6,13 +6,12 @@ In DuckDB, a process that has a file open for writing keeps all others from read
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from dflop.base import UserError, written_whole
+from dflop.base import UserError, own_version, written_whole
 
 # DuckDB is imported where a file is opened: processes that only want the schemas, such as training's ranks,
 # start sooner without it (and torch's threads keep it from unloading cleanly, which it complains about).
@@ -100,7 +99,7 @@ def write_database(
 
     whole_meta = {
         "schema_version": str(SCHEMA_VERSION),
-        "dflop_version": version("dflop"),
+        "dflop_version": own_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **meta,
     }

@@ -99,6 +99,18 @@ CHECKS = (
         },
     ),
     Check(
+        name="step",
+        shows="steps of a model of 0.9 B parameters take the seconds and bytes that their plan predicts",
+        run="step:as_predicted",
+        needs=_OF_COMMANDS,
+        seconds=240,
+        limits={
+            "measured over predicted seconds": between(0.9, 1.1, of_card=True),
+            "measured over predicted bytes": between(0.85, 1.05, of_card=True),
+            "functions that run eager": at_most(0, of_card=True),
+        },
+    ),
+    Check(
         name="groups",
         shows="a process group takes less memory than plans assume, and little time",
         run="groups:bytes_and_seconds",

@@ -33,7 +33,8 @@ _BOUNDS = LoadBounds(num_items=(1, 128), num_tokens=(256, 16_384), segment_token
 _TINY_BOUNDS = LoadBounds(num_items=(1, 8), num_tokens=(32, 256), segment_tokens=(32, 128), target_share=(0.1, 0.5))
 _NUM_HELD_OUT, _NUM_SHAPES = 12, 20
 _DEPTH = 8
-_HEATING_S = 60.0
+_HEATING_S, _BUDGET_S = 60.0, 60.0
+_FAST_SHARE = 0.4  # of these times, and of the microbatches
 _KEYS = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets", "num_layers")
 
 
@@ -50,7 +51,7 @@ def of_7b(setting: Setting) -> Figures:
     )
     for module, part in zip(_MODULES, parts, strict=True):
         if not setting.is_tiny:
-            _heat(device)  # short bursts between pauses run at other clocks than training
+            _heat(device, _HEATING_S * _share(setting))  # short bursts between pauses run at other clocks than training
         figures |= _held_out(module, model, setting)
         if (known := data_sheet(device)) is not None:
             points = analytic_points(spec, module, 1, known, "compiled")
@@ -68,17 +69,21 @@ def _profiled(module: str, setting: Setting) -> Measured:
         "model": {"family": _FAMILY, "preset": "tiny" if setting.is_tiny else _PRESET},
         "cluster": {"device": setting.device, "devices_per_node": 1},
         "train": {"precision": "bf16"},
-        "costs": {"repeats": 2 if setting.is_tiny else 3, "time_budget_s": 0.1 if setting.is_tiny else 60.0},
+        "costs": {"repeats": 3, "time_budget_s": 0.1 if setting.is_tiny else _BUDGET_S * _share(setting)},
     }
     command = [sys.executable, "-m", "dflop.cli", "profile-costs", "--config", json.dumps(config), "--module", module]
     subprocess.run([*command, "--bounds", str(bounds), "--out", str(out)], check=True)
     return read_measured([Path(out)])
 
 
-def _heat(device: torch.device) -> None:
+def _share(setting: Setting) -> float:
+    return _FAST_SHARE if setting.is_fast else 1.0
+
+
+def _heat(device: torch.device, seconds: float) -> None:
     """Large products until clocks are those of a card that trains."""
     values = torch.randn(8192, 8192, device=device).to(torch.bfloat16)
-    until = time.monotonic() + _HEATING_S
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         for _ in range(20):
             values @ values
@@ -92,7 +97,7 @@ def _held_out(module: str, model: CostModel, setting: Setting) -> Figures:
     held = [tensor for own in bench.stage.parameters() for tensor in (own, own.grad) if tensor is not None]
     resting_bytes = sum(own.nbytes for own in held)
     rng, points = np.random.default_rng(1), []
-    for _ in range(_NUM_HELD_OUT // 3 if setting.is_tiny else _NUM_SHAPES):
+    for _ in range(_NUM_HELD_OUT // 3 if setting.is_tiny else round(_NUM_SHAPES * _share(setting))):
         points.append(_draw(module, depth, rng, _TINY_BOUNDS if setting.is_tiny else _BOUNDS))
     rows = [row for point in points for row in bench.measure(point, 0)]
     measured = median_points(pl.DataFrame(rows))

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from stage_cases import Case, build, forward
 
-from dflop.models import attention, family_names
+from dflop.base import UserError
+from dflop.models import attention, family_names, load_runtime
 from dflop.models.stages import Stage
 from tests.gpu.check import Figures, Setting
 
@@ -27,6 +28,11 @@ def of_all_families(setting: Setting) -> Figures:
     families = family_names()[-2:-1] if setting.is_tiny else family_names()
     for kernel in attention_kernels(setting.device):
         for family in families:
+            try:
+                load_runtime(family)
+            except UserError as needs:
+                figures[f"left out: {family}"] = str(needs)
+                continue
             for module in [own.name for own in Case(family=family).spec.modules]:
                 case = Case(family=family, module=module, precision="bf16", noise=_NOISE)
                 ours = _passes(case, build(case).to(device))

@@ -2,7 +2,7 @@
 
 `tiny` trains in a minute on two CPU cores and keeps every trait that makes the real family uneven: any
 resolution up to a 6x6 grid of crops, one crop a picture in multi-image samples, pooled video frames.
-`llava_ov_7b` and `llava_ov_72b` have the sizes of `llava-onevision-qwen2-{7b,72b}-ov-hf`; `siglip_llama3_8b`
+`llava_ov_{0.5b,7b,72b}` have the sizes of `llava-onevision-qwen2-{0.5b,7b,72b}-ov-hf`; `siglip_llama3_8b`
 and `siglip_llama3_70b` are the same model around Llama 3, of which no checkpoint was released.
 """
 
@@ -63,6 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "text_config": TINY_LLM,
         "image_grid_pinpoints": _square_grids(84),
     },
+    "llava_ov_0.5b": _siglip_with(LLMS["qwen2_0.5b"] | {"vocab_size": 152_000}) | {"tie_word_embeddings": True},
     "llava_ov_7b": _siglip_with(LLMS["qwen2_7b"] | {"vocab_size": 152_000}),
     "llava_ov_72b": _siglip_with(LLMS["qwen2_72b"] | {"vocab_size": 152_128}),
     "siglip_llama3_8b": _siglip_with(LLMS["llama3_8b"]),

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
+import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
 
+from dflop.base import UserError
 from dflop.models.microbatch import EncoderBatch, MediumLayout, TextBatch
 from dflop.models.qwen2_5_omni_thinker.layout import lay_out_sounds
 from dflop.models.qwen2_5_omni_thinker.presets import make_spec
@@ -18,6 +21,12 @@ from dflop.models.runtime import FamilyRuntime, MadeUpMedia
 from dflop.models.spec import ModelSpec
 
 __all__ = ["RUNTIME"]
+
+if not hasattr(modeling, "Qwen2_5OmniThinkerModel"):  # whose parts had other names before
+    raise UserError(
+        "`model.family: qwen2_5_omni_thinker` needs transformers 5.21 or newer, and this is "
+        f"{transformers.__version__}: pip install 'transformers>=5.21'"
+    )
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version. In a checkpoint
 # of the whole model, the thinker's names begin with `thinker.`, and the parts that speak are not read.

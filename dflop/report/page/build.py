@@ -5,14 +5,13 @@ The page contains its styles, pictures and the library that draws these, and fet
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dflop.base import written_whole
+from dflop.base import own_version, written_whole
 from dflop.report.facts import Facts
 from dflop.report.page.costs import costs_section
 from dflop.report.page.data import data_section
@@ -57,7 +56,7 @@ def write_page(facts: Facts, pictures: Mapping[str, Picture], scheduler: BatchSc
             cluster=config.cluster,
             batch_size=config.train.global_batch_size,
             precision=config.train.precision,
-            version=version("dflop"),
+            version=own_version(),
             created=run.costs_meta.get("created", ""),
             verdict=_verdict(plan["next"], costs, trained, time),
             tiles=_tiles(facts, costs),

@@ -32,6 +32,10 @@ def llm(*, hidden: int, inner: int, num_layers: int, kv: int, vocab: int, bias: 
     return heads * vocab * hidden + num_layers * layer + hidden
 
 
+def qwen_0_5b(vocab: int) -> int:
+    return llm(hidden=896, inner=4864, num_layers=24, kv=2 * 64, vocab=vocab, bias=True, heads=1)
+
+
 def qwen_1_5b(vocab: int, heads: int = 2) -> int:
     return llm(hidden=1536, inner=8960, num_layers=28, kv=2 * 128, vocab=vocab, bias=True, heads=heads)
 
@@ -109,6 +113,7 @@ def qwen_audio(out: int) -> int:
 
 # By the formulas above, and the number that comes out.
 SIZES = {
+    "llava_ov_0.5b": (siglip(896) + qwen_0_5b(152_000), 893_675_552),
     "llava_ov_7b": (siglip(3584) + qwen_7b(152_000), 8_029_890_080),
     "llava_ov_72b": (siglip(8192) + qwen_72b(152_128), 73_181_570_592),
     "siglip_llama3_8b": (siglip(4096) + LLAMA_8B, 8_449_517_088),
@@ -154,6 +159,7 @@ SIZES = {
 
 # The released LLMs' numbers of parameters, 1.5B with its embedding as its head.
 RELEASED = {
+    "qwen2_0.5b": (qwen_0_5b(151_936), 494_032_768),
     "qwen2.5_1.5b": (qwen_1_5b(151_936, heads=1), 1_543_714_304),
     "qwen2_7b": (qwen_7b(152_064), 7_615_616_512),
     "qwen2.5_7b": (qwen_7b(152_064), 7_615_616_512),
