@@ -49,13 +49,13 @@ CHECKS = (
     ),
     Check(
         name="streams",
-        shows="streams run beside each other, and neither a stream that waits nor a kernel's first use holds up others",
+        shows="streams run beside each other, and neither one that waits nor the first use of a kernel holds up others",
         run="streams:side_by_side",
         seconds=30,
         limits={
             "asleep at the same time of 16, training's": at_least(10, of_card=True),
             "held up by a stream that waits, of 16, training's": at_most(0, of_card=True),
-            "seconds that a first use waits, training's": at_most(0.1, of_card=True),
+            "seconds until the first of a kernel of torch, training's": at_most(0.1, of_card=True),
         },
         fast_s=30,
     ),

@@ -19,37 +19,42 @@ _NUM_RECORDS, _BATCH_SIZE, _NUM_STEPS = 320, 16, 16
 
 def as_predicted(setting: Setting) -> Figures:
     """Measured over predicted: seconds of a step, and the bytes that its tensors take at most."""
-    folder = setting.folder / "step"
-    commands = _Commands(folder, setting)
-    commands.run("demo-data", "--out", folder / "data", "--records", 40 if setting.is_tiny else _NUM_RECORDS)
-    for shard in commands.run("list-shards", *commands.config).split("\n"):
-        if shard:
-            name = shard.split()[0]
-            commands.run(
-                "profile-shapes", *commands.config, "--shard", name, "--out", folder / f"shapes/{name}.parquet"
-            )
-    shapes = ("--shapes", folder / "shapes.duckdb")
-    bounds = folder / "load_bounds.json"
-    merged = ("--shapes", folder / "shapes", "--out", folder / "shapes.duckdb", "--bounds", bounds)
-    commands.run("merge-shapes", *commands.config, *merged)
-    measured = [folder / f"costs/{module}.tp1.parquet" for module in ("vision", "llm")]
+    commands = with_shapes(setting)
+    folder, config, shapes = commands.folder, commands.config, ("--shapes", commands.folder / "shapes.duckdb")
+    measured = [folder / "costs" / f"{module}.tp1.parquet" for module in ("vision", "llm")]
     for path in measured:
-        module = path.name.split(".")[0]
-        commands.run("profile-costs", *commands.config, "--module", module, "--bounds", bounds, "--out", path)
-    costs = ("--costs", folder / "costs.duckdb")
+        module = ("--module", path.name.split(".")[0])
+        commands.run("profile-costs", *config, *module, "--bounds", folder / "load_bounds.json", "--out", path)
+    costs, plan = ("--costs", folder / "costs.duckdb"), folder / "plan.yaml"
     commands.run("fit-costs", *measured, "--out", folder / "costs.duckdb")
-    plan = folder / "plan.yaml"
-    commands.run("plan", *commands.config, *shapes, *costs, "--out", plan)
-    commands.run("train", *commands.config, *shapes, *costs, "--plan", plan, "--out", folder / "train")
+    commands.run("plan", *config, *shapes, *costs, "--out", plan)
+    commands.run("train", *config, *shapes, *costs, "--plan", plan, "--out", folder / "train")
     summary = json.loads((folder / "train/summary.json").read_text())
     print(json.dumps(summary, indent=1), plan.read_text(), sep="\n")
     return _figures(summary, yaml.safe_load(plan.read_text())["predicted"])
+
+
+def with_shapes(setting: Setting) -> "_Commands":
+    """The commands, once the demo's records are drawn and their shapes are read, which needs no GPU."""
+    folder = setting.folder / "step"
+    commands = _Commands(folder, setting)
+    if (folder / "shapes.duckdb").exists():
+        return commands
+    commands.run("demo-data", "--out", folder / "data", "--records", 40 if setting.is_tiny else _NUM_RECORDS)
+    for line in commands.run("list-shards", *commands.config).splitlines():
+        shard = line.split()[0]
+        out = folder / "shapes" / f"{shard}.parquet"
+        commands.run("profile-shapes", *commands.config, "--shard", shard, "--out", out)
+    merged = ("--shapes", folder / "shapes", "--out", folder / "shapes.duckdb")
+    commands.run("merge-shapes", *commands.config, *merged, "--bounds", folder / "load_bounds.json")
+    return commands
 
 
 class _Commands:
     """Commands of dflop with one config, whose output goes to this process's own."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
+        self.folder = folder
         for name in ("data", "shapes", "costs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         is_tiny = setting.is_tiny
@@ -58,7 +63,7 @@ class _Commands:
             "data": {"sources": [{"path": str(folder / "data/train.json")}], "max_llm_tokens": 8192},
             "model": {"family": "llava_onevision", "preset": "tiny" if is_tiny else "llava_ov_0.5b"},
             "cluster": {"device": setting.device, "devices_per_node": 1, "num_nodes": 1},
-            "costs": {"repeats": 3, "time_budget_s": 1 if is_tiny else 25},
+            "costs": {"repeats": 3, "time_budget_s": 1 if is_tiny else 15},
             "schedule": {"policy": "lpt", "correction": "off"},
             "train": {
                 "global_batch_size": 8 if is_tiny else _BATCH_SIZE,

@@ -26,7 +26,7 @@ _SETTINGS = {
 
 def side_by_side(setting: Setting) -> Figures:
     """Streams that sleep at the same time, of so many; streams that are held up by one that waits for an event; and
-    seconds that the first use of a kernel waits while another one sleeps."""
+    seconds of what is done for the first time while a kernel sleeps for half a second."""
     if setting.device != "cuda":
         raise Skipped("a CPU has no streams")
     figures = {}
@@ -41,25 +41,18 @@ def side_by_side(setting: Setting) -> Figures:
 
 def _measure() -> None:
     """Print the figures of this process's settings."""
+    from tests.gpu.first_uses import cycles_of, waits_beside  # needs Triton, which torch for CPUs lacks
+
+    started = time.perf_counter()
     torch.zeros(1, device="cuda").add_(1)
     torch.cuda.synchronize()
-    first_use_s = _first_use()
-    cycles = _cycles_of(_SLEEP_S)
+    free, total = torch.cuda.mem_get_info()
+    about = {"seconds of a process's first kernel": time.perf_counter() - started, "bytes of a process": total - free}
+    cycles = cycles_of(_SLEEP_S)
+    about |= waits_beside(25 * cycles)
     figures = {f"asleep at the same time of {count}": _num_asleep(count, cycles) for count in _NUM_STREAMS}
     figures["held up by a stream that waits, of 16"] = _num_held_up(16, cycles)
-    print(json.dumps(figures | {"seconds that a first use waits": first_use_s}))
-
-
-def _cycles_of(seconds: float) -> int:
-    """The cycles for which a kernel sleeps so long."""
-    tried = 10_000_000
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(tried)
-    start.record()
-    torch.cuda._sleep(tried)
-    end.record()
-    end.synchronize()
-    return int(tried * seconds * 1000 / start.elapsed_time(end))
+    print(json.dumps(figures | about))
 
 
 def _num_asleep(count: int, cycles: int) -> float:
@@ -96,19 +89,3 @@ def _num_held_up(count: int, cycles: int) -> int:
     held_up = sum(not end.query() for end in ends)
     torch.cuda.synchronize()
     return held_up
-
-
-def _first_use() -> float:
-    """Seconds until a kernel that was never used before has run beside one that sleeps for half a second."""
-    values, made, stream = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda"), torch.cuda.Stream()
-    cycles = _cycles_of(_SLEEP_S)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(25 * cycles)
-    started = time.perf_counter()
-    with torch.cuda.stream(stream):
-        torch.erfinv(values, out=made)
-        end = stream.record_event()
-    end.synchronize()
-    waited_s = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return waited_s
