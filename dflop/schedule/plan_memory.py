@@ -18,7 +18,7 @@ from dflop.plan import PLACEMENTS
 from dflop.schedule.assignment import Cells
 from dflop.schedule.edge_bytes import EdgeBytes, message_bytes_of
 from dflop.schedule.stage_costs import StageCosts
-from dflop.step import CompiledPlan, num_communicators, peak_bytes
+from dflop.step import CompiledPlan, communicator_bytes, peak_bytes
 
 __all__ = ["MicrobatchBytes", "PlanMemory"]
 
@@ -72,7 +72,7 @@ class PlanMemory:
         """Bytes of a rank's communicators, which GPUs have."""
         if not self._has_gpus:
             return 0.0
-        return num_communicators(self._plan, is_tied=self._is_tied) * self._costs.communicator_bytes
+        return communicator_bytes(self._plan, self._costs.communicator_bytes, is_tied=self._is_tied)
 
     @property
     def _has_gpus(self) -> bool:

@@ -5,7 +5,7 @@
 
 from dflop.step.check import check_program, most_in_flight
 from dflop.step.columns import columns_of
-from dflop.step.communicators import num_communicators
+from dflop.step.communicators import communicator_bytes, num_communicators
 from dflop.step.compiled import CompiledPlan, compile_plan
 from dflop.step.dependencies import Computation, computations_of
 from dflop.step.filling import BubbleFiller
@@ -34,6 +34,7 @@ __all__ = [
     "Worker",
     "check_program",
     "columns_of",
+    "communicator_bytes",
     "compile_plan",
     "computations_of",
     "make_program",

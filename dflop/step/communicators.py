@@ -11,20 +11,32 @@ from dflop.plan.plan import Plan
 from dflop.step.nodes import StageReplicas, stages_of
 from dflop.step.routes import track_of
 
-__all__ = ["COLLECTIVE_CTAS", "MESSAGE_CTAS", "num_communicators"]
+__all__ = ["CHANNEL_SHARE", "COLLECTIVE_CTAS", "MESSAGE_CTAS", "communicator_bytes", "num_communicators"]
 
 # Thread blocks of a message on a GPU, each of which holds an SM while the message waits: on all channels at most 32 of
 # 108. Two of NVLink's channels carry some 40 GB/s; a network card is slower.
 MESSAGE_CTAS = 4
 # Thread blocks that a collective is taken to have: as many channels as NCCL reports on nodes with NVSwitch.
 COLLECTIVE_CTAS = 24
+# Bytes of a channel of messages, as a share of those of a communicator for collectives: NCCL has buffers for each
+# thread block. On an H200 alone in its world they were 29 and 408 MB; connections to others are taken to come on top.
+CHANNEL_SHARE = 0.1
 
 
 def num_communicators(plan: Plan, *, is_tied: bool = True) -> int:
     """Communicators of a rank at most: the world's, those of channels, and those of its modules' groups. A group of one
     rank has none, and nor have the ends of a pipeline without a tied head (`is_tied`)."""
-    groups = {key for grid in plan.grids for key in _groups_of(grid, is_tied)}
-    return 1 + _num_channels(plan) + len(groups)
+    return _num_groups(plan, is_tied) + _num_channels(plan)
+
+
+def communicator_bytes(plan: Plan, bytes_of_group: float, *, is_tied: bool = True) -> float:
+    """Bytes of a rank's communicators, if one for collectives takes `bytes_of_group`."""
+    return (_num_groups(plan, is_tied) + CHANNEL_SHARE * _num_channels(plan)) * bytes_of_group
+
+
+def _num_groups(plan: Plan, is_tied: bool) -> int:
+    """The world's, and those of modules."""
+    return 1 + len({key for grid in plan.grids for key in _groups_of(grid, is_tied)})
 
 
 def _num_channels(plan: Plan) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu.check import Check, Setting
 from tests.gpu.checks import CHECKS
-from tests.gpu.runner import REPOSITORY, in_child, page, run_check, said
+from tests.gpu.runner import REPOSITORY, expected_s, in_child, page, run_checks, said
 
 _PAGES = REPOSITORY / "docs/explanation/measurements"
 
@@ -37,10 +37,10 @@ def main() -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     results = []
     with arguments.out.open("w", encoding="utf-8") as out:
-        for check in chosen:
-            results.append(run_check(check, setting))
-            print(said(results[-1]), flush=True)
-            out.write(json.dumps(results[-1]) + "\n")
+        for result in run_checks(chosen, setting):
+            results.append(result)
+            print(said(result), flush=True)
+            out.write(json.dumps(result) + "\n")
             out.flush()
     print(f"{arguments.out}: {_counted(results)}; logs in {folder}")
     if arguments.device == "cuda" and any("machine" in result for result in results):
@@ -66,12 +66,11 @@ def _arguments() -> argparse.Namespace:
 
 def _list(checks: Sequence[Check], *, is_fast: bool) -> None:
     print(f"torch {torch.__version__} finds no GPU here. On one it would run:")
-    seconds = [(check.fast_s if is_fast else None) or check.seconds for check in checks]
-    for check, own_s in zip(checks, seconds, strict=True):
-        print(f"  {check.name:14}{own_s:5.0f} s  {check.shows}")
+    for check in checks:
+        print(f"  {check.name:14}{check.seconds_of(is_fast=is_fast):5.0f} s  {check.shows}")
         for figure, limit in check.limits.items():
             print(f"{'':24}{figure}: {limit}")
-    print(f"{len(checks)} checks, about {sum(seconds) / 60:.0f} minutes on an H100")
+    print(f"{len(checks)} checks, about {expected_s(checks, is_fast=is_fast) / 60:.0f} minutes on an H100 or H200")
 
 
 def _counted(results: Sequence[dict]) -> str:

@@ -1,7 +1,7 @@
 """What a check of the kit is: a question, limits for its figures, and the function that measures them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -55,15 +55,17 @@ def between(least: float, most: float, *, of_card: bool = False) -> Limit:
     return Limit(least, most, of_card)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Check:
     """A check.
 
     - `shows`: what it shows, in a sentence.
     - `run`: its function as `module:function`, of a module of this package. It takes a `Setting`, and returns figures
-      by name. It is imported only where it runs, since it may need packages that are not there.
+      by name, or yields them as they are found, so that those of a check that takes too long are not lost. It is
+      imported only where it runs, since it may need packages that are not there.
     - `seconds`: what it is expected to take on an H100, and with `--fast` `fast_s`, which leaves out the check if it is
       None. It is ended after three times as many seconds and a minute.
+    - `is_timed`: whether it counts seconds or memory of the card, so that nothing else may run on it meanwhile.
     - `needs`: packages that commands which it starts import, so that without them it is skipped.
     - `limits`: by the beginning of a figure's name. A figure with no limit is for people to read.
     """
@@ -74,19 +76,28 @@ class Check:
     seconds: float
     limits: Mapping[str, Limit] = field(default_factory=dict)
     fast_s: float | None = None
+    is_timed: bool = True
     needs: tuple[str, ...] = ()
 
     @property
     def longest_s(self) -> float:
         return 3 * self.seconds + 60
 
-    def measure(self, setting: Setting) -> Figures:
-        """The figures, measured in this process."""
+    def seconds_of(self, *, is_fast: bool) -> float:
+        return (self.fast_s if is_fast else None) or self.seconds
+
+    def measure(self, setting: Setting) -> Iterator[Figures]:
+        """The figures, measured in this process: those that there are so far, each time that there are more."""
         for package in self.needs:
             import_module(package)
         module, _, name = self.run.partition(":")
-        function: Callable[[Setting], Figures] = getattr(import_module(f"{__package__}.{module}"), name)
-        return function(setting)
+        function: Callable[[Setting], Figures | Iterator[Figures]] = getattr(
+            import_module(f"{__package__}.{module}"), name
+        )
+        measured, figures = function(setting), {}
+        for more in (measured,) if isinstance(measured, dict) else measured:
+            figures |= more
+            yield figures
 
     def limit_of(self, figure: str, device: str) -> Limit | None:
         """The limit that counts for a figure on this device: that of the longest beginning of its name."""

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,27 +39,26 @@ _FAST_SHARE = 0.3  # of these times and of the microbatches; and the LLM alone
 _KEYS = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets", "num_layers")
 
 
-def of_7b(setting: Setting) -> Figures:
+def of_7b(setting: Setting) -> Iterator[Figures]:
     """Errors of predicted seconds and bytes, and analytic seconds over measured ones."""
-    figures, parts = {}, []
+    parts: list[Measured] = []
     spec, device = spec_of(_FAMILY, _PRESET, setting), torch.device(setting.device)
     modules = _MODULES[1:] if setting.is_fast else _MODULES
     for module in modules:
         started = time.monotonic()
         parts.append(_profiled(module, setting))
-        figures[f"seconds of profile-costs, {module}"] = time.monotonic() - started
-    model = fit_model(
-        median_points(pl.concat([part.measurements for part in parts])), pl.concat([part.parameters for part in parts])
-    )
-    for module, part in zip(modules, parts, strict=True):
-        if not setting.is_tiny:
-            _heat(device, _HEATING_S * _share(setting))  # short bursts between pauses run at other clocks than training
-        figures |= _held_out(module, model, setting)
+        yield {f"seconds of profile-costs, {module}": time.monotonic() - started}
         if (known := data_sheet(device)) is not None:
             points = analytic_points(spec, module, 1, known, "compiled")
             analytic = fit_model(median_points(points.measurements), points.parameters, "analytic")
-            figures |= _beside_analytic(module, analytic, median_points(part.measurements))
-    return figures
+            yield _beside_analytic(module, analytic, median_points(parts[-1].measurements))
+    model = fit_model(
+        median_points(pl.concat([part.measurements for part in parts])), pl.concat([part.parameters for part in parts])
+    )
+    for module in modules:
+        if not setting.is_tiny:
+            _heat(device, _HEATING_S * _share(setting))  # short bursts between pauses run at other clocks than training
+        yield _held_out(module, model, setting)
 
 
 def _profiled(module: str, setting: Setting) -> Measured:

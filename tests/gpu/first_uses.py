@@ -1,7 +1,7 @@
 """What a rank may do for the first time in the middle of a step, beside a kernel that waits for a message."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from tempfile import TemporaryDirectory
 
 import torch
@@ -24,8 +24,8 @@ def cycles_of(seconds: float) -> int:
     return int(tried * seconds * 1000 / start.elapsed_time(end))
 
 
-def waits_beside(cycles: int) -> dict[str, float]:
-    """Seconds until each has been done on another stream, beside a kernel that sleeps for so many cycles."""
+def waits_beside(cycles: int) -> Iterator[tuple[str, float]]:
+    """What is done on another stream, and the seconds until it is, beside a kernel that sleeps for so many cycles."""
     (one, other, made), kept = torch.rand(3, 256, 256, device="cuda"), []
     stream = torch.cuda.Stream()
     _add_one.warmup(torch.float32, 256, grid=(1,))  # compiles it, and loads nothing
@@ -37,10 +37,16 @@ def waits_beside(cycles: int) -> dict[str, float]:
         "memory of the device": lambda: kept.append(torch.empty(2**28, dtype=torch.uint8, device="cuda")),
         "pinned memory": lambda: kept.append(torch.empty(2**26, dtype=torch.uint8, pin_memory=True)),
         "a copy of pinned memory": lambda: kept.append(kept[-1].to("cuda", non_blocking=True)),
-        "a group of NCCL": _first_group,
         "memory given back": lambda: (kept.clear(), torch.cuda.empty_cache()),
     }
-    return {f"seconds until the first of {name}": _seconds(first, stream, cycles) for name, first in firsts.items()}
+    for name, first in firsts.items():
+        yield name, _seconds(first, stream, cycles)
+    with TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        try:
+            yield "a sum over a group", _seconds(lambda: dist.all_reduce(made), stream, cycles)
+        finally:
+            dist.destroy_process_group()
 
 
 def _seconds(first: Callable[[], object], stream: torch.cuda.Stream, cycles: int) -> float:
@@ -60,9 +66,3 @@ def _seconds(first: Callable[[], object], stream: torch.cuda.Stream, cycles: int
 def _add_one(values, count: tl.constexpr):
     places = tl.arange(0, count)
     tl.store(values + places, tl.load(values + places) + 1)
-
-
-def _first_group() -> None:
-    with TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        dist.all_reduce(torch.zeros(1, device="cuda"))

@@ -12,24 +12,44 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.check import Check, Setting, Skipped
 
-__all__ = ["in_child", "page", "run_check", "said"]
+__all__ = ["expected_s", "in_child", "page", "run_check", "run_checks", "said"]
 
 REPOSITORY = Path(__file__).parents[2]
 _LAST_LINES = 12
+SO_FAR = ".so-far.json"  # how the file with what a check has measured until now ends
 _PACKAGES = ("torch", "triton", "transformers", "flash-attn")
+
+
+def run_checks(checks: Sequence[Check], setting: Setting) -> Iterator[dict[str, Any]]:
+    """The results, as they come: first of checks that nothing disturbs, beside each other, then of each timed one."""
+    beside = [check for check in checks if not check.is_timed]
+    if beside:
+        with ThreadPoolExecutor(len(beside)) as threads:
+            running = [threads.submit(run_check, check, setting) for check in beside]
+            yield from (done.result() for done in as_completed(running))
+    yield from (run_check(check, setting) for check in checks if check.is_timed)
+
+
+def expected_s(checks: Sequence[Check], *, is_fast: bool) -> float:
+    """What checks are expected to take together."""
+    taken = {check: check.seconds_of(is_fast=is_fast) for check in checks}
+    beside = max((seconds for check, seconds in taken.items() if not check.is_timed), default=0.0)
+    return beside + sum(seconds for check, seconds in taken.items() if check.is_timed)
 
 
 def run_check(check: Check, setting: Setting) -> dict[str, Any]:
     """The result of a check in a process of its own. What it prints is in `setting.folder`/NAME.log."""
     log, found = setting.folder / f"{check.name}.log", setting.folder / f"{check.name}.json"
-    found.unlink(missing_ok=True)
+    for old in (found, found.with_suffix(SO_FAR)):
+        old.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.gpu", "--child", "--only", check.name, "--device", setting.device]
     command += ["--folder", str(setting.folder)]
     command += [flag for flag, on in (("--tiny", setting.is_tiny), ("--fast", setting.is_fast)) if on]
@@ -63,25 +83,35 @@ def _environment(setting: Setting) -> dict[str, str]:
 
 
 def _without_result(check: Check, code: int | None, log: Path) -> dict[str, Any]:
-    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+    so_far = log.with_name(f"{check.name}{SO_FAR}")
+    found = json.loads(so_far.read_text()) if so_far.exists() else {}
     if code is None:
-        return {"status": "timeout", "reason": f"no result within {check.longest_s:.0f} s", "last_lines": last}
-    return {"status": "error", "reason": f"ended with exit code {code}; see {log}", "last_lines": last}
+        return found | {"status": "timeout", "reason": f"no result within {check.longest_s:.0f} s", "last_lines": last}
+    return found | {"status": "error", "reason": f"ended with exit code {code}; see {log}", "last_lines": last}
 
 
 def in_child(check: Check, setting: Setting) -> None:
     """Measure, and leave the result as `setting.folder`/NAME.json. An error is not caught: the log has it."""
+    machine, out = {"machine": _machine(setting)}, setting.folder / f"{check.name}.json"
+    result: dict[str, Any] = {}
     try:
-        result = check.judged(check.measure(setting), setting.device)
+        for figures in check.measure(setting):
+            result = check.judged(figures, setting.device)
+            _write(out.with_suffix(SO_FAR), result | machine)
     except Skipped as why:
         result = {"status": "skipped", "reason": str(why)}
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("dflop", "tests"):
             raise
         result = {"status": "skipped", "reason": f"needs {error.name}, which is not installed"}
-    beside = setting.folder / f"{check.name}.part"
-    beside.write_text(json.dumps(result | {"machine": _machine(setting)}))
-    beside.rename(setting.folder / f"{check.name}.json")
+    _write(out, result | machine)
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(result))
+    beside.rename(path)
 
 
 def _machine(setting: Setting) -> dict[str, str]:
@@ -100,10 +130,11 @@ def _machine(setting: Setting) -> dict[str, str]:
 def said(result: Mapping[str, Any]) -> str:
     """A result in lines for people: the verdict, then a line a figure, those that missed their limit marked."""
     head = f"{result['status'].upper():8}{result['check']}  ({result['seconds']:.0f} s)"
-    if reason := result.get("reason"):
-        return "\n".join([f"{head}: {reason}", *(f"          | {line}" for line in result.get("last_lines", ()))])
     rows = []
-    for name, value in result["figures"].items():
+    if reason := result.get("reason"):
+        head += f": {reason}"
+        rows = [f"          | {line}" for line in result.get("last_lines", ())]
+    for name, value in result.get("figures", {}).items():
         limit = result["limits"].get(name)
         verdict = "" if limit is None else f"  [{'MISSED' if name in result['missed'] else 'met'}: {limit}]"
         rows.append(f"          {name}: {_number(value)}{verdict}")
@@ -130,7 +161,7 @@ def page(results: Sequence[Mapping[str, Any]], command: str) -> tuple[str, str]:
         "|---|---|---|---|---|",
     ]
     for result in results:
-        if "figures" not in result:
+        if "reason" in result:
             lines.append(f"| {result['check']} | | | | {result['status']}: {result['reason']} |")
         for name, value in result.get("figures", {}).items():
             verdict = "missed" if name in result["missed"] else "met" if name in result["limits"] else ""

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -24,35 +25,39 @@ _SETTINGS = {
 }
 
 
-def side_by_side(setting: Setting) -> Figures:
+def side_by_side(setting: Setting) -> Iterator[Figures]:
     """Streams that sleep at the same time, of so many; streams that are held up by one that waits for an event; and
     seconds of what is done for the first time while a kernel sleeps for half a second."""
     if setting.device != "cuda":
         raise Skipped("a CPU has no streams")
-    figures = {}
     for name, variables in _SETTINGS.items():
         command = [sys.executable, "-c", "from tests.gpu.streams import _measure; _measure()"]
-        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        figures |= {f"{figure}, {name}": value for figure, value in json.loads(done.stdout.splitlines()[-1]).items()}
-    return figures
+        with subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                yield {f"{figure}, {name}": value for figure, value in json.loads(line).items()}
+        if process.returncode:
+            raise RuntimeError(f"with {name} it ended with exit code {process.returncode}")
 
 
 def _measure() -> None:
-    """Print the figures of this process's settings."""
+    """Print the figures of this process's settings, a line of JSON as soon as one is found."""
     from tests.gpu.first_uses import cycles_of, waits_beside  # needs Triton, which torch for CPUs lacks
+
+    def found(name: str, value: float) -> None:
+        print(json.dumps({name: value}), flush=True)
 
     started = time.perf_counter()
     torch.zeros(1, device="cuda").add_(1)
     torch.cuda.synchronize()
+    found("seconds until a process's first kernel has run", time.perf_counter() - started)
     free, total = torch.cuda.mem_get_info()
-    about = {"seconds of a process's first kernel": time.perf_counter() - started, "bytes of a process": total - free}
+    found("bytes of a process's first kernel", total - free)
     cycles = cycles_of(_SLEEP_S)
-    about |= waits_beside(25 * cycles)
-    figures = {f"asleep at the same time of {count}": _num_asleep(count, cycles) for count in _NUM_STREAMS}
-    figures["held up by a stream that waits, of 16"] = _num_held_up(16, cycles)
-    print(json.dumps(figures | about))
+    for count in _NUM_STREAMS:
+        found(f"asleep at the same time of {count}", _num_asleep(count, cycles))
+    found("held up by a stream that waits, of 16", _num_held_up(16, cycles))
+    for name, seconds in waits_beside(25 * cycles):
+        found(f"seconds until the first of {name}", seconds)
 
 
 def _num_asleep(count: int, cycles: int) -> float:

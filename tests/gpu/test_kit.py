@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 
 from tests.gpu.check import Check, Setting, Skipped, at_least, at_most
 from tests.gpu.checks import CHECKS
-from tests.gpu.runner import in_child, page, run_check, said
+from tests.gpu.runner import _without_result, expected_s, in_child, page, run_check, run_checks, said
 
 # Checks that take few seconds on a CPU. The others are tried before a release.
 IN_CI = ("gradients", "attention", "utilisation", "groups", "optimiser", "faults")
@@ -26,8 +27,8 @@ def test_without_a_gpu_the_kit_lists_its_checks_and_ends_well():
 
 
 def test_all_checks_fit_into_half_an_hour_and_the_fast_ones_into_six_minutes():
-    assert sum(check.seconds for check in CHECKS) <= 30 * 60
-    assert sum(check.fast_s or 0 for check in CHECKS) <= 6 * 60
+    assert expected_s(CHECKS, is_fast=False) <= 30 * 60
+    assert expected_s([check for check in CHECKS if check.fast_s], is_fast=True) <= 6 * 60
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,10 @@ def test_all_checks_fit_into_half_an_hour_and_the_fast_ones_into_six_minutes():
 )
 def test_a_check_measures_its_figures_and_meets_the_limits_that_count_on_a_cpu(check, tmp_path):
     try:
-        result = check.judged(check.measure(setting_in(tmp_path)), "cpu")
+        *_, figures = check.measure(setting_in(tmp_path))
     except Skipped as why:
         pytest.skip(str(why))
+    result = check.judged(figures, "cpu")
     assert result["status"] == "pass", result
     assert result["figures"]
     for start in (start for start, limit in check.limits.items() if not limit.of_card):
@@ -70,6 +72,33 @@ def test_a_check_that_ends_with_an_error_or_takes_too_long_is_one_line_more(tmp_
     monkeypatch.setattr(Check, "longest_s", 0.1)
     result = run_check(CHECKS[0], setting_in(tmp_path))
     assert (result["status"], result["reason"]) == ("timeout", "no result within 0 s")
+
+
+def test_what_a_check_has_measured_until_an_error_is_kept(tmp_path, monkeypatch):
+    def cut_off(setting):
+        yield {"rate": 7.0}
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("tests.gpu.benches.cut_off", cut_off, raising=False)
+    check = replace(CHECK, run="benches:cut_off")
+    with pytest.raises(RuntimeError):
+        in_child(check, setting_in(tmp_path))
+    result = _without_result(check, 1, tmp_path / "made-up.log")
+    assert (result["status"], result["figures"]) == ("error", {"rate": 7.0})
+    assert "rate: 7" in said(result | {"check": check.name, "seconds": 1.0})
+
+
+def test_checks_that_nothing_disturbs_run_beside_each_other_and_before_the_timed_ones(tmp_path, monkeypatch):
+    both = Barrier(2, timeout=30)
+
+    def run(check, setting):
+        if not check.is_timed:
+            both.wait()
+        return {"check": check.name}
+
+    monkeypatch.setattr("tests.gpu.runner.run_check", run)
+    checks = [replace(CHECK, name=name, is_timed=name == "timed") for name in ("timed", "one", "other")]
+    assert [result["check"] for result in run_checks(checks, setting_in(tmp_path))][2] == "timed"
 
 
 def test_the_page_has_every_figure_and_what_was_skipped():

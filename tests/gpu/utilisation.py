@@ -5,6 +5,7 @@ card without one, what a large product reaches is taken to be 80 % of it, as on 
 """
 
 import gc
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -51,16 +52,17 @@ _LAYERS = (
 )
 
 
-def of_layers(setting: Setting) -> Figures:
+def of_layers(setting: Setting) -> Iterator[Figures]:
     """Shares of the peak, compiled, and eager of the two most frequent ones; and a large product's FLOP/s."""
     device, rate = torch.device(setting.device), _product_rate(setting)
-    known, figures = data_sheet(device), {"a product of 8192 x 8192 x 8192, FLOP/s": rate}
+    known, figures = data_sheet(device), {}
+    yield {"a product of 8192 x 8192 x 8192, FLOP/s": rate}
     peak = known.peak_flops_per_s if known else rate / 0.8
     for layers in _LAYERS[:2] if setting.is_fast else _LAYERS:
         try:
             load_runtime(layers.family)
         except UserError as needs:
-            figures[f"left out: {layers.name}"] = str(needs)
+            yield {f"left out: {layers.name}": str(needs)}
             continue
         spec = spec_of(layers.family, layers.preset, setting)
         for is_compiled in (True, False) if layers.eager and not setting.is_fast else (True,):
@@ -70,6 +72,7 @@ def of_layers(setting: Setting) -> Figures:
                 seconds = sum(row["seconds"] for row in bench.measure(point, 1))
                 how = "compiled" if is_compiled else "eager"
                 figures[f"{layers.name}, {how}, {name}"] = _flops(spec, layers.module, point) / seconds / peak
+                yield figures
             del bench
             gc.unfreeze()  # a bench exempts all objects, itself included
             gc.collect()
@@ -77,8 +80,7 @@ def of_layers(setting: Setting) -> Figures:
                 torch.cuda.empty_cache()
     if not (setting.is_fast or setting.is_tiny):
         one, many = (figures[f"Qwen2-7B, compiled, 8k tokens in {count}"] for count in (1, 64))
-        figures["Qwen2-7B: 64 segments beside one"] = many / one
-    return figures
+        yield {"Qwen2-7B: 64 segments beside one": many / one}
 
 
 def _tiny(loads: dict) -> dict:
@@ -102,12 +104,12 @@ def _flops(spec: ModelSpec, module: str, point: Point) -> float:
     return sum(own.product_flops + share * own.attention_flops for own in (run.forward, run.backward))
 
 
-def idle_and_waits(setting: Setting) -> Figures:
+def idle_and_waits(setting: Setting) -> Iterator[Figures]:
     """Of the LLM's layers: the share of time in which the card does nothing, and how often the host waits for it."""
     spec = spec_of("llava_onevision", "llava_ov_7b", setting)
     depth, device = (1, 4)[not setting.is_tiny], torch.device(setting.device)
     bench = bench_of(spec, "llm", depth, setting)
-    runs, figures = MadeUpRuns(spec, "llm", bench.stage, torch.bfloat16), {}
+    runs = MadeUpRuns(spec, "llm", bench.stage, torch.bfloat16)
     for num_tokens in (64,) if setting.is_tiny else (1024, 2048, 4096, 8192):
         # New segments in each microbatch, as in training.
         cuts = [num_tokens // 2 - step for step in range(6)]
@@ -123,10 +125,9 @@ def idle_and_waits(setting: Setting) -> Figures:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         idle, num_waits = _read(profiled, device)
-        figures[f"idle at {num_tokens} tokens"] = idle
-        figures[f"waits of the host a microbatch of {num_tokens} tokens"] = num_waits / len(ready[2:])
+        waits = {f"waits of the host a microbatch of {num_tokens} tokens": num_waits / len(ready[2:])}
+        yield {f"idle at {num_tokens} tokens": idle} | waits
         print(profiled.key_averages().table(sort_by="self_device_time_total", row_limit=25))
-    return figures
 
 
 def _pass(run) -> None:

@@ -2,7 +2,7 @@
 
 from dflop.checks.of_plan import PlanToCheck
 from dflop.models import load_model_spec
-from dflop.step import check_program, make_program, num_communicators
+from dflop.step import check_program, communicator_bytes, make_program, num_communicators
 from dflop.step.check import FEWEST_SMS
 from dflop.step.communicators import MESSAGE_CTAS
 
@@ -18,12 +18,13 @@ def check(asked: PlanToCheck) -> str:
     Raises:
         ValueError: where a rank would wait for ever.
     """
-    plan, trained, communicator_bytes = asked.plan, asked.config.model.trained, asked.costs.communicator_bytes
+    plan, trained, bytes_of_group = asked.plan, asked.config.model.trained, asked.costs.communicator_bytes
     program = make_program(plan, trained, rank=0)
-    count = num_communicators(plan, is_tied=load_model_spec(asked.config.model).has_tied_head)
+    is_tied = load_model_spec(asked.config.model).has_tied_head
+    count = num_communicators(plan, is_tied=is_tied)
     had = f"{count} communicators a rank"
-    if communicator_bytes:  # costs of GPUs
-        had += f" with {count * communicator_bytes / 2**30:.3g} GiB"
+    if bytes_of_group:  # costs of GPUs
+        had += f" with {communicator_bytes(plan, bytes_of_group, is_tied=is_tied) / 2**30:.3g} GiB"
     num_messages = len(program.edges) * plan.num_microbatches
     if num_messages > _MOST_MESSAGES:
         return f"{had}; {num_messages:,} messages a step, too many to follow here"

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.plan import Grid, Plan
-from dflop.step import make_program, num_communicators
+from dflop.step import communicator_bytes, make_program, num_communicators
+from dflop.step.communicators import CHANNEL_SHARE
 from dflop.step.routes import channels_of, make_routes
 from dflop.train.groups import rank_groups, ranks_of_nodes
 
@@ -31,7 +32,15 @@ def test_the_ends_of_a_pipeline_have_a_communicator_only_where_they_share_a_tied
     grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=6, pp=3, rank_offset=2))
     plan = Plan(placement="disjoint", grids=grids, num_microbatches=3)
     assert num_communicators(plan, is_tied=True) == num_communicators(plan, is_tied=False) + 1
+    assert communicator_bytes(plan, 1e6, is_tied=True) == communicator_bytes(plan, 1e6, is_tied=False) + 1e6
     assert ("ends", "llm") not in rank_groups(make_program(plan, rank=0), is_tied=False)
+
+
+def test_a_channel_of_messages_takes_a_tenth_of_a_communicator_for_collectives():
+    llm = Grid(module="llm", num_ranks=2, pp=2)
+    plan = Plan(placement="monolithic", grids=(Grid(module="vision", num_ranks=1), llm), num_microbatches=2)
+    num_channels = num_communicators(plan, is_tied=False) - 1  # all but the world's
+    assert communicator_bytes(plan, 1e6, is_tied=False) == pytest.approx((1 + num_channels * CHANNEL_SHARE) * 1e6)
 
 
 @settings(max_examples=100)
