@@ -10,7 +10,7 @@ import av
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 
@@ -341,35 +341,10 @@ def test_a_picture_as_telephones_take_them_is_named(tmp_path, brand):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_an_empty_file_is_unreadable(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(b"")
-    refusal(READERS[name], path)
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_file_of_another_kind_is_unreadable(tmp_path, name):
-    path = tmp_path / name
-    path.write_text("<html>404 Not Found</html>" * 40)
-    refusal(READERS[name], path)
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_file_cut_off_in_its_header_is_unreadable(folder, tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes((folder / name).read_bytes()[:20])
-    refusal(READERS[name], path)
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_file_that_is_not_there_is_unreadable(tmp_path, name):
-    refusal(READERS[name], tmp_path / name)
-
-
-def test_a_sound_of_no_length_is_unreadable(tmp_path):
-    path = tmp_path / "silence.wav"
-    soundfile.write(path, np.zeros(0, dtype=np.float32), 16_000)
-    assert "zero seconds" in refusal(audio_header, path)
+def test_a_file_that_is_empty_of_another_kind_or_cut_off_in_its_header_is_unreadable(folder, tmp_path, name):
+    for content in (b"", b"<html>404 Not Found</html>" * 40, (folder / name).read_bytes()[:20]):
+        (tmp_path / name).write_bytes(content)
+        refusal(READERS[name], tmp_path / name)
 
 
 def test_a_sound_that_claims_to_last_for_years_has_a_damaged_header(tmp_path):
@@ -395,32 +370,6 @@ def test_a_medium_inside_its_manifest_is_measured_as_the_file_is(folder, name):
     content = (folder / name).read_bytes()
     assert READERS[name](EmbeddedBytes(name, content)) == READERS[name](folder / name)
     refusal(READERS[name], EmbeddedBytes(name, content[:20]))
-    refusal(READERS[name], EmbeddedBytes(name, b""))
-
-
-def test_a_sound_is_no_clip(folder, tmp_path):
-    path = tmp_path / "sound.mp4"
-    path.write_bytes((folder / "sound.wav").read_bytes())
-    assert "no video stream" in refusal(video_header, path)
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-@pytest.mark.parametrize("name", READERS)
-def test_however_a_file_is_damaged_it_is_measured_or_refused(folder, tmp_path_factory, name, data):
-    content = bytearray((folder / name).read_bytes())
-    header = min(len(content), 600)
-    for _ in range(data.draw(st.integers(1, 8), label="bytes changed")):
-        content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
-    length = data.draw(st.integers(0, len(content)) | st.just(len(content)), label="length kept")
-    path = tmp_path_factory.getbasetemp() / f"damaged-{name}"
-    path.write_bytes(content[:length])
-    reason = "unreadable_media"
-    try:
-        READERS[name](path)
-    except RecordError as error:
-        reason = error.reason
-    assert reason == "unreadable_media"
 
 
 headers = st.builds(VideoHeader, st.integers(1, 20_000), st.floats(0.5, 240.0), st.just(640), st.just(360))
@@ -452,12 +401,3 @@ def test_frames_below_the_cap_are_evenly_spaced_and_at_the_cap_span_the_clip(hea
 def test_a_clip_that_claims_a_trillion_frames_costs_no_more_than_the_cap():
     header = VideoHeader(10**12, 10.0, 64, 48)
     assert frame_indices(header, VideoConfig(max_frames=3)) == [0, (10**12 - 1) // 2, 10**12 - 1]
-
-
-def test_a_clip_of_thirty_seconds_gives_a_frame_a_second():
-    indices = frame_indices(VideoHeader(300, 10.0, 64, 48), VideoConfig(fps=1.0, max_frames=32))
-    assert indices == list(range(0, 300, 10))
-
-
-def test_a_clip_of_exactly_as_many_frames_as_the_cap_is_not_stretched():
-    assert frame_indices(VideoHeader(39, 10.0, 64, 48), VideoConfig(fps=1.0, max_frames=4)) == [0, 10, 20, 30]

@@ -210,25 +210,6 @@ def test_that_the_bundled_tokenizer_counted_is_said_once():
     assert "tokenizer" not in one
 
 
-def test_shapes_survive_when_records_are_inserted_before_them():
-    """The shards that stay the same keep their files, and their rows count on from where the shard begins now."""
-    records = [{"id": f"r{row}", "conversations": talk("hello")} for row in range(60)]
-    write_records("a.json", records)
-    shapes_of({"sources": [{"path": "a.json"}]})
-    before = {path: path.stat().st_mtime_ns for path in Path("shapes").iterdir()}
-    write_records("a.json", [{"id": "new", "conversations": talk("hello")}, *records])
-    data = {"sources": [{"path": "a.json"}], "samples_per_shard": 8}
-    shards = [line.split("\t")[0] for line in dflop("list-shards", data).stdout.splitlines()]
-    new = [shard for shard in shards if Path(f"shapes/{shard}.parquet") not in before]
-    assert 1 <= len(new) < len(shards) - 2
-    for shard in new:
-        dflop("profile-shapes", data, "--shard", shard, "--out", f"shapes/{shard}.parquet")
-    dflop("merge-shapes", data, "--shapes", "shapes", "--out", "shapes.duckdb")
-    samples = read_table(Path("shapes.duckdb"), "samples", made_by="merge-shapes")
-    assert samples["row"].to_list() == list(range(61))
-    assert samples["sample_id"].to_list() == ["new", *(f"r{row}" for row in range(60))]
-
-
 def test_data_of_which_nothing_can_be_used_ends_the_run_with_the_reasons():
     """Under Snakemake the database goes with the failed job; the shards' files stay."""
     records = [{"image": f"{row}.jpg", "conversations": talk("<image>")} for row in range(3)]

@@ -121,21 +121,6 @@ def test_a_sample_that_is_cut_inside_a_later_picture_is_for_training_what_its_sh
     check_against_training(frame, load(manifest, frame, 80), 80)
 
 
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_real_samples_are_for_training_what_their_shapes_say(shared_data, profile_records, load, every):
-    manifest = shared_data / "demo" / "demo_llava.json"
-    records = json.loads(manifest.read_text(encoding="utf-8"))
-    frame = profile_records(records, manifest.parent)
-    usable = frame.filter(pl.col("reason").is_null())
-    assert len(frame) == len(records) == 71
-    assert len(usable) + frame["reason"].is_not_null().sum() == 71
-    assert len(usable) >= 60
-    assert set(usable["modality"]) == {"image", "multi_image", "video"}
-    drawn = usable.gather_every(every)
-    check_against_training(drawn, load(manifest, drawn), 100_000)
-
-
 def test_a_profile_has_one_row_a_record_in_the_declared_columns(demo_data, profile_records):
     records = json.loads(demo_data.train_manifest.read_text()) + json.loads(demo_data.audio_manifest.read_text())
     frame = profile_records(records, demo_data.train_manifest.parent)
@@ -176,49 +161,6 @@ def few(tmp_path):
 
 def record(question: str, answer: str = "Yes.", **more) -> dict:
     return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}], **more}
-
-
-def test_a_bad_record_costs_its_row_and_none_of_its_neighbours(few, profile_records):
-    records = [
-        record("<image>", image="good.png", id="good"),
-        record("<image>", image="none.png", id="gone"),
-        record("<image>", image="../secret.png", id="spy"),
-        record("<image>", image="cut.png", id="cut"),
-        record("<audio>", audio="good.png", id="mute"),
-        record("look", image="good.png", id="unseen"),
-        record("hello", "", id="silent"),
-        "not a record",
-        record("hello", id="\ud83d"),
-        record("hello", "a long answer " * 200, id="long"),
-        record("word " * 600, id="late"),
-        record("<image> and <audio>", image="good.png", audio="tone.wav", id="both"),
-    ]
-    frame = profile_records(records, few, max_llm_tokens=400)
-    assert dict(zip(frame["sample_id"], frame["reason"], strict=True)) == {
-        "good": None,
-        "gone": "missing_media",
-        "spy": "path_escape",
-        "cut": "unreadable_media",
-        "mute": "unreadable_media",
-        "unseen": "placeholder_mismatch",
-        "silent": "empty",
-        None: "bad_record",
-        "\\ud83d": None,
-        "long": None,
-        "late": "too_long",
-        "both": None,
-    }
-    assert set(frame["reason"].drop_nulls()) <= set(REJECT_REASONS)
-    rejected = frame["reason"].is_not_null()
-    assert frame.filter(rejected)["detail"].is_not_null().all()
-    assert frame.filter(rejected)["llm_tokens"].is_null().all()
-    assert frame.filter(~rejected)["llm_tokens"].is_not_null().all()
-    long = frame.row(9, named=True)
-    assert long["truncated"]
-    assert long["llm_tokens"] == 400
-    both = frame.row(11, named=True)
-    assert (both["modality"], both["num_images"], both["audio_s"]) == ("mixed", 1, 1.0)
-    assert (both["num_audio_windows"], both["audio_rate_hz"]) == (1, 16_000)
 
 
 def test_windows_and_pooling_of_sounds_are_the_configs_to_say(few, reader, profile_source):

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.shapes.record_media import MEDIA_KINDS, EmbeddedBytes, ImageSize, Medium, RecordError, resolve_medium
+from dflop.shapes.record_media import MEDIA_KINDS, EmbeddedBytes, Medium, RecordError, resolve_medium
 from dflop.shapes.records import Record, Turn, media_paths, parse_record
 from dflop.store import REJECT_REASONS
 
@@ -94,11 +94,6 @@ def test_a_list_under_the_plural_key_is_read_too():
         Medium("image", "a.png"),
         Medium("image", "b.png"),
     )
-
-
-def test_a_picture_and_a_clip_keep_their_own_placeholders():
-    record = parse_record(conversation("<image> then <video>", image="a.png", video="b.mp4"))
-    assert record.media == (Medium("image", "a.png"), Medium("video", "b.mp4"))
 
 
 def test_media_may_lie_in_the_record_itself_as_hugging_face_stores_them():
@@ -187,11 +182,6 @@ def test_sizes_are_taken_from_the_record_where_they_are_trusted_and_make_sense(i
     assert [medium.size for medium in parse_record(raw).media] == [None] * count
 
 
-def test_a_trusted_size_is_width_before_height():
-    (medium,) = parse_record(conversation("<image>", image="a", width=3, height=2), trust_sizes=True).media
-    assert medium.size == ImageSize(width=3, height=2)
-
-
 @pytest.mark.parametrize("nothing", [None, "", []])
 def test_an_empty_media_key_is_a_record_without_media(nothing):
     assert parse_record(conversation("hello", image=nothing)).media == ()
@@ -219,12 +209,6 @@ def test_media_and_placeholders_must_match_one_to_one(question, media):
     reason, detail = reason_of(conversation(question, **media))
     assert reason == "placeholder_mismatch"
     assert "in the text" in detail
-
-
-def test_a_mismatch_says_how_many_there_are_of_each():
-    assert (
-        reason_of(conversation("<image>", image=["a.png", "b.png"]))[1] == "2 image file(s) but 1 <image> in the text"
-    )
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,6 @@ def test_an_insertion_anywhere_changes_few_shards(place, num_inserted):
     assert sum(shard.digest not in before for shard in after) <= 8
 
 
-def test_an_insertion_at_the_front_changes_the_first_shards_alone():
-    before = list_shards(write_source(make_records(1000)), 20, seed=0)
-    after = list_shards(write_source([{"id": "new"}, *make_records(1000)]), 20, seed=0)
-    assert after[0].name != before[0].name
-    assert names_of(after[-35:]) == names_of(before[-35:])
-    assert [shard.start for shard in after[-35:]] == [shard.start + 1 for shard in before[-35:]]
-
-
 def test_a_name_follows_from_the_records_bytes_and_not_from_the_seed_or_the_sources_name():
     first, again = (list_shards(write_source(make_records(10), "a"), 5, seed=seed) for seed in (0, 1))
     assert names_of(first) == names_of(again)
@@ -115,27 +107,6 @@ def test_shards_of_equal_records_still_have_names_of_their_own():
     shards = list_shards(write_source([{"id": 1}] * 40), 4, seed=0)
     assert len({shard.digest for shard in shards}) < len(shards)
     assert len({shard.name for shard in shards}) == len(shards)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "kept"),
-    [
-        ("all", list(range(10))),
-        ("first:3", [0, 1, 2]),
-        ("first:30%", [0, 1, 2]),
-        ("first:21%", [0, 1, 2]),
-        ("end:2", [8, 9]),
-        ("end:20%", [8, 9]),
-        ("end:0.1%", [9]),
-        ("first:99", list(range(10))),
-        ("end:100%", list(range(10))),
-        ("first:250%", list(range(10))),
-    ],
-)
-def test_sampling_keeps_the_first_or_the_last(sampling, kept):
-    source = write_source(make_records(10), sampling=sampling)
-    assert kept_ids(source) == kept
-    assert sum(shard.num_records for shard in list_shards(source, 3, 0)) == len(kept)
 
 
 @properties

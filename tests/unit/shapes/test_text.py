@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from dflop.base import UserError
 from dflop.config import ModelConfig, load_config
@@ -42,13 +41,10 @@ def plain() -> Tokenizer:
     return Tokenizer.from_file(str(BUNDLED_TOKENIZER / "tokenizer.json"))
 
 
-def make_folder(path, *, template: str | None = CHATML, template_in_config: bool = False, **settings):
+def make_folder(path, *, template: str = CHATML, **settings):
     path.mkdir(exist_ok=True)
     (path / "tokenizer.json").write_bytes((BUNDLED_TOKENIZER / "tokenizer.json").read_bytes())
-    if template_in_config:
-        settings["chat_template"] = template
-    elif template is not None:
-        (path / "chat_template.jinja").write_text(template)
+    (path / "chat_template.jinja").write_text(template)
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 
@@ -78,18 +74,6 @@ def test_the_tokens_are_those_of_the_rendered_text_with_one_placeholder_a_medium
     assert plain.decode(text.token_ids.tolist(), skip_special_tokens=False) == rendered
     ids = {tokenizer.placeholder_ids[kind]: f"<{kind}>" for kind in ("image", "video")}
     assert [ids[token] for token in text.token_ids[text.placeholders]] == re.findall("<image>|<video>", rendered)
-
-
-def test_transformers_makes_the_same_tokens_of_the_same_folder(tokenizer):
-    theirs = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
-    turns = [
-        Turn("system", "Be brief."),
-        Turn("user", "<image>\nNaïve colour? 雪"),
-        Turn("assistant", "Red."),
-    ]
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-    assert tokenizer.encode([turns])[0].token_ids.tolist() == expected
 
 
 def test_many_conversations_at_once_are_those_one_by_one(tokenizer):
@@ -187,13 +171,6 @@ def test_a_template_over_parts_gives_the_same_tokens(tmp_path_factory, tokenizer
     np.testing.assert_array_equal(text.is_target, expected.is_target)
 
 
-@pytest.mark.parametrize("in_config", [False, True])
-def test_the_template_may_lie_in_a_file_or_in_the_config(tmp_path, in_config):
-    folder = make_folder(tmp_path / "mine", template_in_config=in_config)
-    mine = ChatTokenizer(folder)
-    assert mine.encode([[Turn("user", "a"), Turn("assistant", "b")]])[0].is_target.any()
-
-
 def test_the_tokenizers_own_truncation_and_padding_are_switched_off(tmp_path):
     folder = make_folder(tmp_path / "short")
     settings = json.loads((folder / "tokenizer.json").read_text())
@@ -284,18 +261,6 @@ def test_a_folder_that_is_no_tokenizer_says_how_to_write_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{bad")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer \(key must be .*\); write it again with"):
         ChatTokenizer(tmp_path)
-    with pytest.raises(UserError, match="has no chat template: put one into"):
-        ChatTokenizer(make_folder(tmp_path / "bare", template=None))
-    with pytest.raises(UserError, match="not valid Jinja"):
-        ChatTokenizer(make_folder(tmp_path / "broken", template="{% for %}"))
-
-
-def test_a_template_that_refuses_a_conversation_is_named_with_its_own_words(tmp_path):
-    condition = "messages|length > 1 and messages[1]['role'] == 'user'"
-    template = f"{{% if {condition} %}}{{{{ raise_exception('roles must alternate') }}}}{{% endif %}}{CHATML}"
-    mine = ChatTokenizer(make_folder(tmp_path / "strict", template=template))
-    with pytest.raises(RecordError, match=r"the tokenizer's chat template refuses it: roles must alternate"):
-        mine.encode([[Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c")]])
 
 
 def test_a_template_may_change_what_is_before_an_answer_when_others_follow(tmp_path, plain):
