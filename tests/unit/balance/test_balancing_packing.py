@@ -1,6 +1,5 @@
 """The fast packings always give a valid assignment, and LPT is as balanced as it promises."""
 
-import contextlib
 import itertools
 
 import numpy as np
@@ -138,20 +137,6 @@ def test_no_swap_or_move_that_keeps_the_largest_bucket_evens_out_any_further(see
             moved = bucket.copy()
             moved[i] = b
             check(moved)
-
-
-@properties
-@given(problem=problems(max_samples=12), slack=st.integers(0, 60), seed=st.integers(0, 100))
-def test_a_token_cap_is_kept_or_said_to_be_unreachable(problem, slack, seed):
-    mean_tokens = -(-int(problem.llm_tokens.sum()) // problem.num_buckets)
-    longest = int(problem.llm_tokens.max())
-    capped = with_token_cap(problem, max(mean_tokens, longest) + slack)
-    for policy in (lpt_buckets, lambda p: random_buckets(p, np.random.default_rng(seed))):
-        if slack >= min(mean_tokens, longest):  # A mean bucket then has room for any sample.
-            check_assignment(capped, policy(capped))
-        else:
-            with contextlib.suppress(UserError):
-                check_assignment(capped, policy(capped))
 
 
 @settings(max_examples=25)

@@ -76,31 +76,6 @@ def test_all_plans_of_a_batch_do_the_same_work(make_pricer, draw_samples, costs,
 
 
 @properties
-@given(seed=st.integers(0, 1000), dp=st.integers(1, 3))
-def test_a_monolithic_encoder_encodes_what_its_own_replica_learns(make_pricer, draw_samples, seed, dp):
-    pricer, shapes = make_pricer(make_plan("monolithic", dp=dp)), draw_samples(24, seed)
-    assignment = at_random(pricer, shapes, seed)
-    np.testing.assert_array_equal(assignment.encoder_rank[:, 0], assignment.llm_dp_rank)
-    assert len(pricer.stage_times(shapes, assignment).bridges.source) == 0
-
-
-@properties
-@given(seed=st.integers(0, 1000), dp=st.integers(1, 3), pp=st.integers(1, 4))
-def test_colocated_encoders_share_all_items_evenly_and_the_first_microbatches_first(
-    make_pricer, draw_samples, seed, dp, pp
-):
-    plan = make_plan("colocated", pp=pp, dp=dp)
-    pricer, shapes = make_pricer(plan), draw_samples(24, seed)
-    assignment = at_random(pricer, shapes, seed)
-    for last in range(plan.num_microbatches):
-        so_far = assignment.microbatch <= last
-        items = np.bincount(
-            assignment.encoder_rank[:, 0], weights=shapes.num_items[:, 0] * so_far, minlength=plan.grids[0].dp
-        )
-        assert items.max() - items.min() <= shapes.num_items[so_far].max(initial=0)
-
-
-@properties
 @given(
     seed=st.integers(0, 1000),
     dp=st.integers(1, 2),

@@ -110,25 +110,6 @@ def test_fsdp_is_priced_with_each_way_to_group_a_batch_and_never_beats_the_searc
     assert found.candidates[0].step_s <= priced[BALANCED].step_s * (1 + 1e-9)
 
 
-def test_each_pass_of_a_module_waits_for_the_device_that_has_most_to_compute(price, tiny_spec, costs, samples):
-    """Devices gather and sum together, layer by layer; the network takes no time here."""
-    config = make_config(4, 8, intra_node_gbps=1e9)
-    own = price(config, costs, samples)[FSDP]
-    batches, steps_s = GroupedBatches(config, tiny_spec, costs, samples), []
-    for batch, shapes in enumerate(batches.shapes):
-        device, microbatch = batches.group(RANDOM, batch, 4, own.plan.num_microbatches)
-        step_s = 0.0
-        for module in ("vision", "llm"):
-            for turn in range(own.plan.num_microbatches):
-                held = [shapes.take(np.flatnonzero((device == rank) & (microbatch == turn))) for rank in range(4)]
-                loads = [Loads(*(np.array([load.sum()]) for load in loads_of(module, one))) for one in held]
-                whole = StageKind.whole(module, LayoutKey(), 4, num_recomputed=own.plan.recomputed_of(module, 4)[0])
-                both = np.array([costs.stage_time(whole, one) for one in loads])
-                step_s += both.max(axis=0).sum()
-        steps_s.append(step_s)
-    assert own.step_s == pytest.approx(np.mean(steps_s))
-
-
 def test_a_frozen_module_sends_no_gradients(price, costs, samples):
     """On a network so slow that moving is all there is: parameters for each pass (of the last unit once), gradients."""
     sizes = {

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-import numpy as np
 import pytest
 from spaces import LITTLE_GIB, make_config, with_memory, with_quick_tp_2
 
@@ -156,17 +155,6 @@ def test_modules_that_were_not_measured_are_named_before_anything_is_priced(sear
         match=rf"no measured costs for {module} \(there are: \w+ tp=1\); run `dflop profile-costs --module {module}`",
     ):
         search(make_config(), costs=dataclasses.replace(costs, times=times))
-
-
-@pytest.mark.parametrize(("num_samples", "complaint"), [(0, "there are no samples"), (7, "there are only 7 samples")])
-def test_a_batch_larger_than_the_data_is_refused(search, samples, num_samples, complaint):
-    with pytest.raises(UserError, match=complaint):
-        search(make_config(4, 8), samples=samples.take(np.arange(num_samples)))
-
-
-def test_a_pin_to_a_tp_without_costs_says_what_there_are(search):
-    with pytest.raises(UserError, match=r"\(llm tp=2\): .* tp vision 1, llm 1, .*; loosen `plan\.fixed`"):
-        search(make_config(fixed={"llm": {"tp": 2}}))
 
 
 def test_a_wholly_pinned_plan_is_the_one_candidate(search):
