@@ -223,11 +223,6 @@ def test_a_schedule_that_was_removed_is_told_from_one_that_never_was():
     assert "`plan.schedules[1]` is 'zb_h1', which was removed; it must be one of gpipe, interleaved_1f1b, 1f1b" in said
 
 
-def test_a_closed_choice_in_a_list_names_the_entry():
-    placements = {"plan": {"placements": ["disjoint", "apart"]}}
-    assert "`plan.placements[1]` is 'apart'; it must be one of bubble_filled, colocated" in refusal(placements)
-
-
 @pytest.mark.parametrize("choice", ["off", "on", "auto"])
 def test_correction_is_chosen_by_its_name_though_yaml_takes_two_of_them_for_truths(tmp_path, choice):
     path = tmp_path / "config.yaml"

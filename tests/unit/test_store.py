@@ -79,38 +79,20 @@ def bad(row: int, sample_id: str | None, reason: str = "empty") -> dict:
 
 @pytest.fixture
 def merge(tmp_path):
-    """`merge((source, start, rows), …)` writes the shards and merges them; returns the database's path.
+    """`merge((source, start, rows), …)` writes the shards and merges them; returns the database's path."""
 
-    `first_rows` says where a source's kept records begin in its manifest, `sampled_rows` which those are.
-    """
-
-    def run(
-        *shards: tuple[str, int, list[dict]],
-        first_rows=None,
-        sampled_rows=None,
-        keep_duplicates: bool = False,
-        held_out=NOTHING_HELD_OUT,
-    ):
+    def run(*shards: tuple[str, int, list[dict]], keep_duplicates: bool = False, held_out=NOTHING_HELD_OUT):
         files = []
         for number, (source, start, rows) in enumerate(shards):
             path = tmp_path / f"shard-{number}.parquet"
             pl.DataFrame(rows, schema=SHARD_SCHEMA, orient="row").write_parquet(path)
-            first_row = (first_rows or {}).get(source, 0) + start
-            files.append(ShardFile(path, f"{source}-{number}", source, start, first_row))
+            files.append(ShardFile(path, f"{source}-{number}", source, start, start))
         names = list(dict.fromkeys(source for source, _, _ in shards))
         fields = {"path": "p", "media_root": "m", "sampling": "all", "digest": "d", "num_records": 1}
         sources = pl.DataFrame([{"name": name} | fields for name in names])
         database = tmp_path / "shapes.duckdb"
-        meta = {"config_digest": "abc"}
-        write_shapes(
-            database,
-            files,
-            sources,
-            meta,
-            sampled_rows=sampled_rows or {},
-            keep_duplicates=keep_duplicates,
-            held_out=held_out,
-        )
+        how = {"sampled_rows": {}, "keep_duplicates": keep_duplicates, "held_out": held_out}
+        write_shapes(database, files, sources, {"config_digest": "abc"}, **how)
         return database
 
     return run
@@ -217,43 +199,6 @@ def test_samples_keep_the_order_of_the_shards_they_came_in(merge):
     assert [row[0] for row in rows_of(path, "sources", "name")] == ["b", "a"]
 
 
-def test_rows_are_those_of_the_manifest_whatever_sampling_keeps_of_it(merge):
-    kept = [good(0, "a"), bad(1, None)]
-    path = merge(
-        ("first", 0, kept),
-        ("first", 2, [good(0, "b"), bad(1, None)]),
-        ("end", 0, kept),
-        ("end", 2, [good(0, "b"), bad(1, None)]),
-        ("random", 0, kept),
-        ("random", 2, [good(0, "b"), bad(1, None)]),
-        first_rows={"end": 96},
-        sampled_rows={"random": np.array([3, 14, 15, 92])},
-    )
-    for table, rows in (("samples", [0, 2, 96, 98, 3, 15]), ("rejects", [1, 3, 97, 99, 14, 92])):
-        assert rows_of(path, table, "source", "row") == [
-            (source, row) for source, row in zip(("first",) * 2 + ("end",) * 2 + ("random",) * 2, rows, strict=True)
-        ]
-    names = [name for (name,) in rows_of(path, "rejects", "sample_id")]
-    assert names == ["first/1", "first/3", "end/97", "end/99", "random/14", "random/92"]
-
-
-DUPLICATES = [
-    ("train", 0, [good(0, "a"), good(1, "a"), good(2, "b")]),
-    ("train", 3, [good(0, "a")]),
-    ("other", 0, [good(0, "b"), good(1, "b"), good(2, "c")]),
-]
-
-
-def test_a_later_record_with_the_same_id_in_its_source_is_a_duplicate_across_shards(merge):
-    path = merge(*DUPLICATES)
-    assert rows_of(path, "rejects", "source", "row", "sample_id", "reason") == [
-        ("train", 1, "a", "duplicate_id"),
-        ("train", 3, "a", "duplicate_id"),
-        ("other", 1, "b", "duplicate_id"),
-    ]
-    assert "`data.duplicate_ids: keep`" in rows_of(path, "rejects", "detail")[0][0]
-
-
 @pytest.mark.parametrize("keep_duplicates", [False, True])
 def test_a_record_without_an_id_is_no_duplicate_of_one_that_is_called_as_it_would_be(merge, keep_duplicates):
     rows = [good(0, None), good(1, "train/0"), good(2, "train/3"), good(3, None)]
@@ -265,29 +210,6 @@ def test_a_record_without_an_id_is_no_duplicate_of_one_that_is_called_as_it_woul
         ("train/3#2", 3),
     ]
     assert rows_of(path, "rejects", "reason") == []
-
-
-def test_the_same_id_in_two_sources_is_kept_and_the_later_one_named_after_its_source(merge):
-    assert rows_of(merge(*DUPLICATES), "samples", "sample_id", "source", "row") == [
-        ("a", "train", 0),
-        ("b", "train", 2),
-        ("other/b", "other", 0),
-        ("c", "other", 2),
-    ]
-
-
-def test_duplicates_that_are_kept_are_numbered(merge):
-    path = merge(*DUPLICATES, keep_duplicates=True)
-    assert rows_of(path, "samples", "sample_id", "source", "row") == [
-        ("a", "train", 0),
-        ("a#2", "train", 1),
-        ("b", "train", 2),
-        ("a#3", "train", 3),
-        ("other/b", "other", 0),
-        ("other/b#2", "other", 1),
-        ("c", "other", 2),
-    ]
-    assert rows_of(path, "rejects", "row") == []
 
 
 ids = st.none() | st.sampled_from(["a", "a#2", "a##2", "a#2#2", "#", "s1/a", "s1/0", "s0/0", "s1/a#2"])
@@ -335,34 +257,6 @@ def test_every_sample_has_an_id_of_its_own_and_every_record_is_a_sample_or_a_rej
             assert sample_id == name
         if first_of[name] != source:
             assert sample_id.startswith(f"{source}/{name}")
-
-
-def test_a_rejected_record_does_not_take_an_id_from_a_good_one(merge):
-    path = merge(("train", 0, [bad(0, "a", "missing_media"), good(1, "a"), bad(2, "a", "empty")]))
-    assert rows_of(path, "samples", "sample_id", "row") == [("a", 1)]
-    assert rows_of(path, "rejects", "row", "reason") == [(0, "missing_media"), (2, "empty")]
-
-
-def test_records_without_an_id_are_named_by_their_source_and_row(merge):
-    path = merge(("train", 0, [good(0, None)]), ("train", 1, [good(0, None), bad(1, None)]))
-    assert rows_of(path, "samples", "sample_id") == [("train/0",), ("train/1",)]
-    assert rows_of(path, "rejects", "sample_id") == [("train/2",)]
-
-
-def test_samples_and_rejects_together_are_all_records(merge):
-    path = merge(*(("train", 10 * k, [good(row, f"{row % 7}") if row % 3 else bad(row, None) for row in range(10)])
-                   for k in range(4)))  # fmt: skip
-    seen = rows_of(path, "samples", "row") + rows_of(path, "rejects", "row")
-    assert sorted(seen) == [(row,) for row in range(40)]
-
-
-def test_the_summary_says_how_each_quantity_spreads(merge):
-    path = merge(("train", 0, [good(row, str(row), llm_tokens=100 * (row + 1)) for row in range(5)]))
-    summary = read_table(path, "shape_summary", made_by="merge-shapes")
-    (tokens,) = summary.filter(pl.col("quantity") == "llm_tokens").to_dicts()
-    assert (tokens["num_samples"], tokens["p50"], tokens["max"], tokens["total"]) == (5, 300, 500, 1500)
-    assert tokens["coefficient_of_variation"] == pytest.approx(2**0.5 / 3, abs=1e-3)
-    assert set(summary["quantity"]) == {"num_items", "text_tokens", "vision_tokens", "audio_tokens", "llm_tokens"}
 
 
 def test_the_summary_of_the_shapes_agrees_with_numpy(merge):
@@ -518,15 +412,6 @@ def test_ratios_are_measured_over_predicted_time_without_the_warm_up(tmp_path):
         ("llm", "sync", 1, None),
         ("vision", "backward", 1, 0.5),
     ]
-
-
-def test_samples_with_audio_are_counted_and_left_out_of_training(merge, tiny_spec):
-    path = merge(("train", 0, [good(0, "a"), good(1, "b", kept_audio_tokens=50), good(2, "c", kept_vision_tokens=60)]))
-    samples, left_out = load_samples(path, tiny_spec.encoders)
-    assert left_out == {"audio": 1}
-    assert samples.sample_id.tolist() == ["a", "c"]
-    assert samples.kept_by("vision").tolist() == [100, 60]
-    assert samples.take(samples.row > 0).row.tolist() == [2]
 
 
 def test_each_encoder_has_its_columns_and_without_encoders_texts_alone_are_left(merge, tiny_spec):

@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dflop.base import UserError
-from dflop.config import load_config
 from dflop.train.trackers import Trackers, check_trackers
 
 
@@ -89,8 +88,3 @@ def test_events_that_nobody_can_write_are_refused_at_the_start(monkeypatch):
     check_trackers("auto")
     with pytest.raises(UserError, match="`pip install tensorboard`, or set it to auto or off"):
         check_trackers("on")
-
-
-@pytest.mark.parametrize(("given", "read"), [("on", "on"), ("off", "off"), ("auto", "auto")])
-def test_the_switch_is_read_by_its_name_though_yaml_takes_two_of_them_for_truths(given, read):
-    assert load_config(f"train.tensorboard={given}").train.tensorboard == read
