@@ -167,17 +167,13 @@ def _each_microbatch(
         if size := min(batch_size, (end - begin) // num_replicas):
             part = np.arange(begin, end)
             if padded:
-                grouped = _sorted_cells(shares[part], size).reshape(-1, num_replicas, size)
+                # Cells of samples of like cost, the dearest first: no other cells pad less.
+                grouped = np.argsort(-shares[part, 0], kind="stable").reshape(-1, num_replicas, size)
             else:
                 grouped = _level_microbatches(shares[part], num_replicas, size, limit and limit.of(part))
             microbatches += [begin + members for members in grouped]
     weights = np.array([_cell_weights(shares[members], padded) for members in microbatches])
     return [members[places] for members, places in zip(microbatches, level_replicas(weights), strict=True)]
-
-
-def _sorted_cells(shares: np.ndarray, size: int) -> np.ndarray:
-    """Cells `[num_cells, size]` of samples of like cost, the dearest first: no other cells pad less."""
-    return np.argsort(-shares[:, 0], kind="stable").reshape(-1, size)
 
 
 def _level_microbatches(shares: np.ndarray, num_replicas: int, size: int, limit: ByteLimit | None) -> list[np.ndarray]:

@@ -203,13 +203,14 @@ def _for_cards(machine: Machine) -> list[Finding]:
 
 def table(machine: Machine) -> str:
     """The machine, a line for each fact, and below it what is missing."""
+    without_cards = f"torch can use none of {machine.num_present}" if machine.num_present else "no GPU here"
     rows = [
         ("python", machine.python),
         *((name, version or "not installed") for name, version in machine.packages.items()),
         ("torch's CUDA", machine.cuda or "none: a build for CPUs"),
         ("NCCL", machine.nccl or "none"),
         ("driver", machine.driver or "none"),
-        *(("card", card) for card in machine.cards or (_without_cards(machine),)),
+        *(("card", card) for card in machine.cards or (without_cards,)),
         ("attention", machine.attention or "unknown without torch and transformers"),
         *((f"compiler {name}", path or "not found") for name, path in machine.compilers.items()),
         ("Python.h", "found" if machine.has_python_header else "not found"),
@@ -226,10 +227,6 @@ def table(machine: Machine) -> str:
     lines += ["", "Missing:" if found else "Nothing is missing."]
     lines += [f"- {'NEEDED: ' if own.is_needed else ''}{own.what}" for own in found]
     return "\n".join(lines)
-
-
-def _without_cards(machine: Machine) -> str:
-    return f"torch can use none of {machine.num_present}" if machine.num_present else "no GPU here"
 
 
 def _limit(value: int, unit: int, name: str) -> str:

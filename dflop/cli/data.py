@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -50,10 +49,12 @@ def _profile(config, source, shard, out: Path, workers: int | None = None) -> st
     """Write the file of a shard; returns how many samples it has."""
     from dflop.models import load_model_spec
     from dflop.shapes import ChatTokenizer, ShapeReader, profile_shard, tokenizer_folder
+    from dflop.shapes.record_media import MEDIA_KINDS
     from dflop.store import write_parquet
 
     data = config.data
     spec = load_model_spec(config.model)
+    refused = tuple(kind for kind in MEDIA_KINDS if data.without_encoder == "reject" and kind not in spec.media)
     folder = tokenizer_folder(config.model)
     ChatTokenizer(folder)  # a folder without a tokenizer is refused here, before processes start
     with progress_bar(total=shard.num_records, unit="record", desc=shard.name) as bar:
@@ -65,7 +66,7 @@ def _profile(config, source, shard, out: Path, workers: int | None = None) -> st
             tokenizer_folder=folder,
             max_llm_tokens=data.max_llm_tokens,
             num_workers=workers or len(os.sched_getaffinity(0)),
-            refused_media=_refused_media(data.without_encoder, spec.media),
+            refused_media=refused,
             progress=bar.update,
         )
     write_parquet(frame, out)
@@ -113,24 +114,16 @@ def _family_of(model: Path) -> str:
     """The family by the `model_type` in a model's `config.json`, or by that of the part which is trained."""
     import json
 
-    from dflop.models import family_names
+    from dflop.models import family_for, family_names
 
     path = model / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        kind = config["model_type"]
+        kind = json.loads(path.read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} is no model's config with a `model_type`; give --model a model's folder") from None
-    for name in family_names():
-        if name == kind or (name.startswith(f"{kind}_") and f"{name.removeprefix(f'{kind}_')}_config" in config):
-            return name
+    if family := family_for(kind):
+        return family
     raise UserError(f"{path}: model_type {kind!r} is not supported; these are: {', '.join(family_names())}")
-
-
-def _refused_media(without_encoder: str, encoded: Sequence[str]) -> tuple[str, ...]:
-    from dflop.shapes.record_media import MEDIA_KINDS
-
-    return tuple(kind for kind in MEDIA_KINDS if without_encoder == "reject" and kind not in encoded)
 
 
 def _whole(data):

@@ -5,6 +5,7 @@ needed to draw it. Conversations are written from these descriptions (`conversat
 them (`media.py`), so an answer and its pixels cannot disagree, and the text can be had without drawing.
 """
 
+import math
 from dataclasses import dataclass
 from random import Random
 
@@ -205,13 +206,9 @@ def _background_for(rng: Random, *colours: str) -> str:
     """A background that none of the colours melts into: mostly white, sometimes one of the other colours."""
     name = rng.choices(["white", "grey", "black", rng.choice(list(COLOURS))], [0.5, 0.15, 0.15, 0.2])[0]
     rgb = {**BACKGROUNDS, **COLOURS}[name]
-    if any(_distance(rgb, COLOURS[colour]) < 130 for colour in colours):
+    if any(math.dist(rgb, COLOURS[colour]) < 130 for colour in colours):
         return "black" if name == "white" else "white"
     return name
-
-
-def _distance(a: Rgb, b: Rgb) -> float:
-    return sum((p - q) ** 2 for p, q in zip(a, b, strict=True)) ** 0.5
 
 
 def _lone_figure(

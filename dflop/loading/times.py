@@ -29,15 +29,12 @@ class LoadingTimes:
         """Expected wall seconds and core seconds in which one process loads a module's part of a global batch."""
         rows = self.frame.filter(pl.col("module") == module)
         # The module's rows lack the modalities that it does not read, so the sums are divided by all samples.
-        num_samples = self._num_samples()
+        num_samples = int(self.frame.unique("modality")["num_samples"].sum())
         seconds, core_s = (
             float((rows["num_samples"] * rows[column]).sum()) / num_samples * global_batch_size
             for column in ("seconds", "core_s")
         )
         return seconds, core_s
-
-    def _num_samples(self) -> int:
-        return int(self.frame.unique("modality")["num_samples"].sum())
 
 
 def read_loading_times(path: Path) -> LoadingTimes:

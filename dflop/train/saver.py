@@ -95,9 +95,8 @@ class CheckpointSaver:
             }
             for part in parts
         ]
-        values = [
-            tensor for of_part in pieces for of_name in of_part.values() for piece in of_name for tensor in _all(piece)
-        ]
+        of_names = (of_name for of_part in pieces for of_name in of_part.values())
+        values = [tensor for own in of_names for piece in own for tensor in (piece.masters, *piece.moments.values())]
         copies = iter(self._buffer.copies_of(values))
         staged = []
         for part, of_part in zip(parts, pieces, strict=True):
@@ -111,10 +110,6 @@ class CheckpointSaver:
             }
             staged.append(_StagedPart(parameters, part.shards, _StagedPieces(copied)))
         return staged
-
-
-def _all(piece: Piece) -> list[torch.Tensor]:
-    return [piece.masters, *piece.moments.values()]
 
 
 @dataclass(frozen=True, slots=True)

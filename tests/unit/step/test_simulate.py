@@ -297,38 +297,6 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(pp, rounds, num
     assert timeline.step_s == pytest.approx(m * (f + b) + (pp - 1) * (f + b) / num_chunks)
 
 
-@textbook
-@given(pp=stage_counts, m=st.integers(1, 10), dp=st.integers(1, 3))
-def test_a_colocated_step_is_all_forwards_the_pipeline_and_all_backwards(pp, m, dp):
-    grids = (Grid(module="vision", num_ranks=pp * dp), Grid(module="llm", num_ranks=pp * dp, pp=pp))
-    plan = Plan(placement="colocated", grids=grids, num_microbatches=m)
-    compiled = compile_plan(plan)
-    is_encoder = np.array([[node.module == "vision"] for node in nodes_of(plan)])
-    times = make_times(compiled, np.where(is_encoder, 0.5, 1), np.where(is_encoder, 0.7, 2), bridges=all_bridges(plan))
-    assert simulate_step_s(compiled, times) == pytest.approx(m * 1.2 + (m + pp - 1) * 3)
-
-
-@textbook
-@given(pp=stage_counts, m=st.integers(1, 10))
-def test_a_monolithic_first_stage_is_one_stage_that_does_both(pp, m):
-    grids = (Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=pp, pp=pp))
-    compiled = compile_plan(Plan(placement="monolithic", grids=grids, num_microbatches=m))
-    alone = compile_plan(llm_alone(pp, m))
-    longer = np.array([[1.5], *[[1.0]] * (pp - 1)])
-    expected = simulate_step_s(alone, make_times(alone, longer, 2 * longer))
-    times = make_times(compiled, np.array([[0.5], *[[1.0]] * pp]), np.array([[1.0], *[[2.0]] * pp]))
-    # On the way back the LLM's part of the first stage comes before the encoder's: nobody waits for either.
-    assert simulate_step_s(compiled, times) == pytest.approx(expected)
-
-
-def test_equal_transfers_delay_the_fill_and_the_drain():
-    """With one microbatch the step is the way there and back: every stage twice and every edge twice."""
-    plan = disjoint(llm_pp=3)
-    compiled = compile_plan(plan)
-    timeline = simulate(compiled, make_times(compiled, chain_s=0.25, bridges=all_bridges(plan, 0.5)))
-    assert timeline.step_s == pytest.approx(4 * (1 + 2) + 2 * (2 * 0.25 + 0.5))
-
-
 def test_nobody_waits_for_a_bridge_that_carries_nothing():
     """The LLM starts at once on a microbatch of text alone, while the encoder is still busy with pictures."""
     plan = disjoint(num_microbatches=2)
@@ -338,28 +306,6 @@ def test_nobody_waits_for_a_bridge_that_carries_nothing():
     only_the_second = some_bridges(plan, lambda source, target, microbatch: 0.0 if microbatch else None)
     times = dataclasses.replace(times, bridges=only_the_second)
     assert simulate(compiled, times).start_s[0, 1].tolist() == [0.0, 20.0]
-
-
-def test_an_llm_replica_waits_only_for_the_encoders_that_send_to_it():
-    plan = disjoint(vision_dp=2, llm_dp=2)
-    compiled = compile_plan(plan)
-    own = some_bridges(plan, lambda source, target, microbatch: 0.0 if target == source + 2 else None)
-    times = make_times(compiled, [[1.0], [5.0], [1.0], [1.0]], bridges=own)
-    assert simulate(compiled, times).start_s[0, 2:, 0].tolist() == [1.0, 5.0]
-
-
-def test_a_frozen_encoder_is_done_after_its_forwards():
-    compiled = compile_plan(disjoint(llm_pp=2, num_microbatches=3), TrainedSet(("vision",)))
-    timeline = simulate(compiled, make_times(compiled))
-    assert np.isnan(timeline.end_s[1, 0]).all()
-    assert timeline.end_s[0, 0].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_the_gradient_sync_of_the_last_to_finish_ends_the_step():
-    plan = disjoint()
-    compiled = compile_plan(plan)
-    timeline = simulate(compiled, make_times(compiled, sync_s=[0.5, 7.0], bridges=all_bridges(plan)))
-    assert timeline.step_s == timeline.end_s[1, 1, 0] + 7.0
 
 
 def test_an_early_part_of_the_sync_runs_beside_the_last_backward():
@@ -380,16 +326,6 @@ def test_a_late_part_of_the_sync_runs_beside_the_first_forward():
     # The first stage waits for its parameters, and the second one's have come when it has something to compute.
     assert timeline.end_s[0, :, 0].tolist() == [1.0, 3.5, 4.5]
     assert (timeline.synced_s - timeline.computed_s).tolist() == [0.0, 0.5, 1.5]
-
-
-def test_early_parts_of_a_workers_syncs_follow_each_other():
-    vision, llm = Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2)
-    compiled = compile_plan(Plan(placement="colocated", grids=(vision, llm), num_microbatches=1, schedule="1f1b"))
-    # Forwards end at 2 s, the LLM's backward at 4 s and the encoder's at 6 s. The LLM's sync ends at 7 s.
-    times = make_times(compiled, sync_s=[0.5, 0.5, 5.0, 5.0])
-    timeline = simulate(compiled, dataclasses.replace(times, early_sync_s=times.sync_s))
-    assert timeline.computed_s.tolist() == [6.0, 6.0]
-    assert timeline.synced_s.tolist() == [7.5, 7.5]
 
 
 def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
