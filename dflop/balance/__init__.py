@@ -14,7 +14,7 @@ from dflop.balance.packing import (
     random_buckets,
     small_at_both_ends,
 )
-from dflop.balance.policies import BY_LENGTH, LPT, POLICIES, RANDOM, DrawnBatch, Packing, Policy, drawn_in_turns
+from dflop.balance.policies import BY_LENGTH, LPT, POLICIES, RANDOM, DrawnBatch, Policy, drawn_in_turns
 from dflop.balance.problem import BatchProblem, bucket_loads, check_assignment, goal_s, least_bucket_s
 from dflop.balance.replicas import balanced_cells
 
@@ -28,7 +28,6 @@ __all__ = [
     "CbcProcess",
     "DrawnBatch",
     "IlpResult",
-    "Packing",
     "Policy",
     "balanced_cells",
     "bucket_loads",

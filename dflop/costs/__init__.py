@@ -11,7 +11,7 @@ from dflop.costs.link_model import Link, LinkModel, fit_links, measured_communic
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
-from dflop.costs.stage_kind import ALL_PARTS, KEPT_PARTS, PARTS, StageKind, as_tabled, stage_kinds
+from dflop.costs.stage_kind import ALL_PARTS, KEPT_PARTS, PARTS, StageKind, stage_kinds
 from dflop.costs.stage_memory import Resident, StageMemory, resident_parts
 from dflop.models.loads import Loads
 
@@ -38,7 +38,6 @@ __all__ = [
     "ShardedPass",
     "StageKind",
     "StageMemory",
-    "as_tabled",
     "fit_costs",
     "fit_links",
     "hidden_sync_shares",

@@ -8,8 +8,8 @@ from dflop.plan.grid import Grid, tile_world
 from dflop.plan.placements import COLOCATED, DISJOINT, MONOLITHIC, PLACEMENTS, Placement
 from dflop.plan.plan import Plan, split_layers
 from dflop.plan.plan_file import check_layers, load_plan, plan_from_dict, read_plan_file
-from dflop.plan.schedules import PLAIN_SCHEDULE, SCHEDULES, Schedule
-from dflop.plan.shardings import PLAIN_SHARDING, SHARDINGS, Sharding
+from dflop.plan.schedules import PLAIN_SCHEDULE, SCHEDULES
+from dflop.plan.shardings import PLAIN_SHARDING, SHARDINGS
 
 __all__ = [
     "COLOCATED",
@@ -23,8 +23,6 @@ __all__ = [
     "Grid",
     "Placement",
     "Plan",
-    "Schedule",
-    "Sharding",
     "check_layers",
     "load_plan",
     "plan_from_dict",

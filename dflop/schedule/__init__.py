@@ -7,7 +7,7 @@ Schedules: `scheduler` decides a step, `service` does so in a process beside tra
 """
 
 from dflop.schedule.assignment import Assignment, Cells, deal_items, starts_anew_in_microbatches, sums_by_cell
-from dflop.schedule.batch_problem import loads_without_plan, seconds_of_columns
+from dflop.schedule.batch_problem import loads_without_plan
 from dflop.schedule.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.schedule.correction_file import CorrectionFile, prices_digest, read_learned
 from dflop.schedule.correction_loop import REPORT_LAG_STEPS, CorrectionLoop, MeasuredStep
@@ -66,7 +66,6 @@ __all__ = [
     "rank_columns",
     "read_learned",
     "schedule_of",
-    "seconds_of_columns",
     "stale_share",
     "starts_anew_in_microbatches",
     "steps_in_epochs",
