@@ -67,7 +67,7 @@ def main() -> None:
     rows = {}
     for mix, shares in MIXES.items():
         samples = draw_mix(arguments.shapes, shares)
-        pricer, _ = make_pricer(samples, costs, spec, NUM_BUCKETS, NUM_STAGES)
+        pricer, _ = make_pricer(samples, costs, spec, NUM_SAMPLES, NUM_BUCKETS, NUM_STAGES, 1)
         rows[mix] = row = measure_mix(samples, pricer)
         off = "never" if row["off_at"] is None else row["off_at"]
         print(
@@ -75,12 +75,9 @@ def main() -> None:
             f"{row['noisy_over_table']:>18.3f}{off:>15}{row['trial_us']:>12.1f}{row['corrected_trial_us']:>11.1f}",
             flush=True,
         )
-    targets = judge(rows)
-    for target in targets:
-        print(f"[{'met' if target['met'] else 'MISSED'}] {target['target']}: {target['found']}")
     out = Path("results/benchmarks/correction.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figures = {"command": command, "machine": machine, "rows": rows, "targets": targets}
+    figures = {"command": command, "machine": machine, "rows": rows}
     out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
@@ -150,36 +147,6 @@ def trial_us(pricer: Pricer, shapes: SampleShapes) -> float:
         search.improve(first, NUM_TRIALS, 0)
         seconds.append(time.process_time() - begin)
     return 1e6 * min(seconds) / NUM_TRIALS
-
-
-def judge(rows: dict[str, dict]) -> list[dict]:
-    def worst(name: str) -> float:
-        return max(row[name] for row in rows.values())
-
-    by_oracle, by_table = worst("corrected_over_oracle"), worst("table_over_oracle")
-    slower = max(row["corrected_trial_us"] / row["trial_us"] for row in rows.values())
-    return [
-        {
-            "target": "one bin 30 % slower: within 3 % of the oracle after 20 steps",
-            "met": by_oracle <= 1.03,
-            "found": f"at most {by_oracle:.3f} of it, by the table alone {by_table:.3f}",
-        },
-        {
-            "target": "no drift: the gate turns measuring off",
-            "met": all(row["off_at"] is not None for row in rows.values()),
-            "found": f"off at steps {[row['off_at'] for row in rows.values()]}",
-        },
-        {
-            "target": "noise of a half: steps at most 1 % longer",
-            "met": worst("noisy_over_table") <= 1.01,
-            "found": f"{worst('noisy_over_table'):.3f}",
-        },
-        {
-            "target": "a corrected search takes at most 1.2 times as long",
-            "met": slower <= 1.2,
-            "found": f"{slower:.2f}",
-        },
-    ]
 
 
 if __name__ == "__main__":

@@ -114,13 +114,6 @@ def test_a_picture_has_the_colours_of_a_light_page_and_one_name_for_each_clip(us
         assert set(re.findall(r"url\(#(\w+)\)", picture)) == set(names)
 
 
-def test_rejected_records_are_counted_by_reason_with_an_example_of_each(usual):
-    said = texts(usual.folder / "report" / "shapes.svg")
-    assert "Rejected: 3 of 63 records, one example a reason" in said
-    for part in ("missing_media", "train, row 60: made up", "too_long", "train, row 61: made up"):
-        assert part in said
-
-
 def test_the_headline_says_that_samples_differ_where_they_do(usual):
     said = texts(usual.folder / "report" / "shapes.svg")
     assert re.search(
@@ -180,14 +173,6 @@ def test_data_of_which_nothing_can_be_used_is_drawn_too(tmp_path):
     assert "3 records rejected" in said
 
 
-def test_the_step_is_shown_as_scheduled_at_random_and_as_measured(usual):
-    said = texts(usual.folder / "report" / "timeline.svg")
-    for title in ("lpt, predicted: ", "random, predicted: ", "lpt, measured: "):
-        assert title in said
-    assert "1.50x its prediction" in said
-    assert "not the assignment" not in said
-
-
 def test_a_wide_run_of_three_steps_on_text_without_optional_columns_is_drawn(odd):
     assert [path.name for path in odd.paths] == NAMES
     said = {path.stem: texts(path) for path in (odd.folder / "report").glob("*.svg")}
@@ -197,10 +182,6 @@ def test_a_wide_run_of_three_steps_on_text_without_optional_columns_is_drawn(odd
         assert said["timeline"].count(label) == 3, label
     summary = json.loads(odd.paths[-1].read_text())
     assert summary["data"]["correlation_items_llm_tokens"] is None
-
-
-def test_a_measured_step_that_was_scheduled_otherwise_is_not_compared_silently(odd):
-    assert "not the assignment drawn above" in texts(odd.folder / "report" / "timeline.svg")
 
 
 def test_the_only_plan_that_fits_is_drawn():
