@@ -180,7 +180,7 @@ def profile_shard(
         refused_media=refused_media,
     )
     starts = range(0, shard.num_records, _BATCH)
-    num_workers = min(num_workers, shard.num_records // _LEAST_RECORDS_PER_WORKER)
+    num_workers = min(num_workers, useful_workers(shard.num_records))
     if num_workers < 2:
         frames = _collect(map(_Part(recipe).profile, starts), progress)
     else:
@@ -197,6 +197,11 @@ def profile_shard(
                     f"a process that profiled {shard.name} died, most often for want of memory; use fewer `--workers`"
                 ) from None
     return pl.concat([pl.DataFrame(schema=SHARD_SCHEMA), *frames])
+
+
+def useful_workers(num_records: int) -> int:
+    """How many processes can share a shard before they cost more time to start than they save."""
+    return max(1, num_records // _LEAST_RECORDS_PER_WORKER)
 
 
 class _Part:
