@@ -8,6 +8,7 @@ import numpy as np
 
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
+from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.step import CompiledPlan, stages_of
 from dflop.step.compiled import AHEAD
 from dflop.step.simulation_kernel import BRIDGE_OUT, HAS_BACKWARD
@@ -60,7 +61,7 @@ def edge_bytes_of(
 
 def message_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes, *, has_slots: bool) -> np.ndarray:
     """Bytes of messages that are under way and of nothing else, for each token of the module's largest microbatch,
-    [num_stages]: a gradient that is sent, and with `has_slots` the slots that a GPU receives into.
+    [num_stages]: gradients that are sent, and with `has_slots` the slots that a GPU receives into.
 
     Several chunks of the LLM on one rank share all of this, and it counts for the first chunk. The features that the
     LLM receives, and their gradients, are counted as if every token were one.
@@ -70,16 +71,21 @@ def message_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes, *, 
 
 
 def _sent_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
-    """Bytes of the gradient that the LLM's last stage sends.
+    """Bytes of gradients that the LLM's stages have sent and keep (`step.instructions.kept_until`).
 
-    A gradient is kept while its rank computes once more (`receiving`), when what its microbatch kept is free. So it
-    counts only where a forward needs as much as a backward: with the loss.
+    A gradient of hidden states is kept while its rank computes once more, when what its microbatch kept is free. So it
+    counts only where a forward needs as much as a backward: with the loss. The first stage keeps features' gradients of
+    up to `AHEAD` microbatches. Those count that are sent before its rank's last forward: behind it, a microbatch frees
+    more than its gradient.
     """
-    found, llm = np.zeros(len(order.stages)), edge_bytes.onward["llm"]
+    found, llm, pp = np.zeros(len(order.stages)), edge_bytes.onward["llm"], plan.grid("llm").pp
     if len(llm) > 1:
-        found[plan.grid("llm").pp - 1 - len(llm)] = llm[-2]
-    elif ((order.stages[:, BRIDGE_OUT] >= 0) & (order.stages[:, HAS_BACKWARD] > 0)).any():
-        found[-1] = edge_bytes.onward[plan.grids[0].module][-1]
+        found[pp - 1 - len(llm)] = llm[-2]
+    if ((order.stages[:, BRIDGE_OUT] >= 0) & (order.stages[:, HAS_BACKWARD] > 0)).any():
+        first, (which, stage, _, _) = len(found) - len(llm), order.order.T
+        last_forward = np.flatnonzero(np.isin(stage, range(first, len(found), pp)) & (which == FORWARD))[-1]
+        num_sent = ((stage[:last_forward] == first) & (which[:last_forward] == BACKWARD)).sum()
+        found[first] += min(AHEAD, num_sent) * edge_bytes.onward[plan.grids[0].module][-1]
     return found
 
 

@@ -35,6 +35,7 @@ from dflop.step.simulation_kernel import BRIDGE_IN, DP, PARTS
 
 __all__ = [
     "Instruction",
+    "Kept",
     "Op",
     "Program",
     "Span",
@@ -187,15 +188,36 @@ def features_issued_at(order: Sequence[Sequence[int]], takes_features: Sequence[
     }
 
 
-def kept_until(send: Instruction, learns: bool) -> tuple[Op, int, int] | None:
-    """The computation (kind, node, microbatch) behind which the receiver has what is sent, whatever the times are: the
-    node's backward of the microbatch or, of one that has none (`learns` is False), the forward `AHEAD` microbatches
-    behind. None for a gradient, which is kept during the next computation."""
-    if not send.op.is_forward:
-        return None
-    if learns:
+def kept_until(send: Instruction, edge: Edge, learns: bool) -> tuple[Op, int, int] | None:
+    """The computation (kind, node, microbatch) behind which what is sent over an edge need not be kept any more.
+
+    For features and hidden states this is the node's backward of the microbatch or, if it has none (`learns` is False),
+    its forward `AHEAD` microbatches behind. For a gradient of features it is the backward `AHEAD` microbatches behind:
+    all replicas send one to all ranks of encoders, so that each would wait for the slowest. Other gradients have None:
+    they are kept during the next computation.
+    """
+    if send.op.is_forward and learns:
         return Op.BACKWARD, send.node, send.microbatch
-    return Op.FORWARD, send.node, send.microbatch + AHEAD
+    if not send.op.is_forward and not edge.is_bridge:
+        return None
+    return Op.FORWARD if send.op.is_forward else Op.BACKWARD, send.node, send.microbatch + AHEAD
+
+
+class Kept:
+    """What a rank has sent and still keeps, while it goes through its instructions of a step."""
+
+    def __init__(self, instructions: Iterable[Instruction], edges: Sequence[Edge]) -> None:
+        self._learning = {item.node for item in instructions if item.op is Op.BACKWARD}
+        self._edges, self._computed = edges, set[tuple[Op, int, int]]()
+
+    def compute(self, item: Instruction) -> None:
+        """Note that this was computed."""
+        self._computed.add((item.op, item.node, item.microbatch))
+
+    def has(self, send: Instruction) -> bool:
+        """Whether what was sent is kept behind the last computation, too."""
+        until = kept_until(send, self._edges[send.edge], send.node in self._learning)
+        return until is not None and until not in self._computed
 
 
 class _Message(NamedTuple):

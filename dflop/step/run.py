@@ -3,10 +3,9 @@
 The rank may carry several nodes: each has a `StageWork` that computes for it. Sizes of everything received are known
 from the schedule, so nothing is exchanged to learn them. Messages are sent and received behind the computations of the
 host: those of one place in the total order and one channel together, as one operation. Received tensors come while the
-rank computes, and a computation waits only for those that it takes. A gradient that was sent is kept during one more
-computation, and what a forward sent as long as the stage keeps it (`kept_until`). A tensor from one node to another of
-the same rank is handed over without a copy. The ranks of a worker carry out the same instructions, each with wires of
-its own.
+rank computes, and a computation waits only for those that it takes. What was sent is kept for some further
+computations (`instructions.kept_until`). A tensor from one node to another of the same rank is handed over without a
+copy. The ranks of a worker carry out the same instructions, each with wires of its own.
 """
 
 import time
@@ -19,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from dflop.step.instructions import Instruction, Op, Span, instructions_together, kept_until
+from dflop.step.instructions import Instruction, Kept, Op, Span, instructions_together
 from dflop.step.receiving import Receiver
 from dflop.step.routes import Edge
 
@@ -91,8 +90,7 @@ def run_instructions(
 
     Returns the computations with their times. The times at which the host waited are added to `waits`.
     """
-    learning = {item.node for item in instructions if item.op is Op.BACKWARD}
-    step = _Step(works, links, waits or Waits(), learning)
+    step = _Step(works, links, waits or Waits(), Kept(instructions, links.edges))
     for is_message, items in instructions_together(instructions):
         if is_message:
             step.exchange(items)
@@ -105,9 +103,9 @@ def run_instructions(
 class _Step:
     """The state of a step: tensors by (is forward, node, microbatch) and edge, and sends that are under way."""
 
-    def __init__(self, works: Mapping[int, StageWork], links: Links, waits: Waits, learning: Collection[int]) -> None:
-        self._learning, self._computed = learning, set[tuple[Op, int, int]]()
+    def __init__(self, works: Mapping[int, StageWork], links: Links, waits: Waits, kept: Kept) -> None:
         self._works, self._links, self._clock, self._waits = works, links, _Clock(links.device), waits
+        self._kept = kept
         if links.device.type == "cpu":
             waits.peers = []
         self._received: dict[tuple[bool, int, int], dict[int, torch.Tensor]] = {}
@@ -176,16 +174,12 @@ class _Step:
 
     def _let_go(self, computed: Instruction) -> None:
         """Free the memory of what need not be kept behind the last computation."""
-        self._computed.add((computed.op, computed.node, computed.microbatch))
+        self._kept.compute(computed)
         self._sending = [
             (item, sent)
             for item, sent in self._sending
-            if not self._is_over(item) or not self._links.receiver.lets_go(sent.work)
+            if self._kept.has(item) or not self._links.receiver.lets_go(sent.work)
         ]
-
-    def _is_over(self, send: Instruction) -> bool:
-        until = kept_until(send, send.node in self._learning)
-        return until is None or until in self._computed
 
     def _pass_on(self, item: Instruction, made: dict[int, torch.Tensor]) -> None:
         """Hand over the tensors that other nodes of this rank take, and keep those that are sent until their send."""

@@ -5,7 +5,7 @@ for each channel of messages. Streams may share hardware queues, in the worst ca
 what stands behind an operation does not begin before that has ended. Sends and receives of one place and channel are
 one operation, as `batch_isend_irecv` makes them: it begins when all that was computed so far has ended, and ends when
 the other end of each of its messages has begun, too; nothing is buffered. What a node computes begins when the messages
-that it waits for have ended, and those that its worker sent and keeps no longer (`kept_until`). In the middle of it
+that it waits for have ended, and those that its worker sent and keeps no longer (`Kept`). In the middle of it
 stands one collective, such as a sum over tensor-parallel ranks or a gather of shared parameters, in the stream of its
 communicator. That ends when all workers have begun it that take part: those of the node, and those of the replicas that
 share its parameters. The ranks of a worker act as one here, so each also waits for what the others wait for.
@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dflop.step.communicators import COLLECTIVE_CTAS, MESSAGE_CTAS
-from dflop.step.instructions import Instruction, Op, Program, instructions_together, kept_until
+from dflop.step.instructions import Instruction, Kept, Op, Program, instructions_together
 from dflop.step.routes import make_routes
 
 __all__ = ["unfinished"]
@@ -169,8 +169,7 @@ class _World:
         under_way: dict[int, list[_Operation]] = defaultdict(list)  # by node: gathers, later sums
         receiving: dict[tuple[bool, int, int], _Operation] = {}
         sending: list[tuple[Instruction, _Operation]] = []  # what is sent and still kept
-        learning = {item.node for item in instructions if item.op is Op.BACKWARD}
-        done: set[tuple[Op, int, int] | None] = {None}  # gradients are kept until None
+        kept = Kept(instructions, self._program.edges)
         for operation in self._before(worker, instructions[:1], under_way):
             yield operation
             computed = [operation] if operation.stream == 0 else computed
@@ -202,10 +201,9 @@ class _World:
                 for operation in self._computed(worker, item, computed, awaited, under_way):
                     yield operation
                     computed = [operation] if operation.stream == 0 else computed
-                done.add((item.op, item.node, item.microbatch))
-                is_over = [kept_until(send, send.node in learning) in done for send, _ in sending]
-                awaited = [operation for (_, operation), over in zip(sending, is_over, strict=True) if over]
-                sending = [kept for kept, over in zip(sending, is_over, strict=True) if not over]
+                kept.compute(item)
+                awaited = [operation for send, operation in sending if not kept.has(send)]
+                sending = [(send, operation) for send, operation in sending if kept.has(send)]
 
     def _before(
         self, worker: int, first: Sequence[Instruction], under_way: dict[int, list[_Operation]]

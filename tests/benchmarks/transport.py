@@ -4,12 +4,12 @@
 
 The simulator lets a message begin when it is made. On a GPU it begins when all is made that its two ends send with it,
 and when both have ended what stood before it: messages of one place in the total order and one channel are one
-operation, operations of a channel follow each other (`step.streams`), receives begin ahead of need, and a gradient has
-arrived before its sender's next computation but one (`step.receiving`). Here a plan's batches are timed both ways, with
-the same seconds. *Late* is as if a receive began only when all is computed that stands before it. Plans are the fastest
-with pipelines of each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32 A100s over
-PCIe with 3 Gbit/s. FOLDER, the mix and the costs are `planner.py`'s, with fewer samples and tp of 1 and 2 alone. Costs
-take most of the time, so `--artifacts` keeps them for the next run.
+operation, operations of a channel follow each other (`step.streams`), receives begin ahead of need, and a worker waits
+until a message has arrived that it need not keep any more (`kept_until`). Here a plan's batches are timed both ways,
+with the same seconds. *Late* is as if a receive began only when all is computed that stands before it. Plans are the
+fastest with pipelines of each placement and schedule, on 64 H100s with 400 Gbit/s a device between nodes, and on 32
+A100s over PCIe with 3 Gbit/s. FOLDER, the mix and the costs are `planner.py`'s, with fewer samples and tp of 1 and 2
+alone. Costs take most of the time, so `--artifacts` keeps them for the next run.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from dflop.config import FixedGrid, FixedPlan, PlanConfig
 from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.passes import FORWARD
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
-from dflop.step import StageTimes, make_program
-from dflop.step.instructions import features_issued_at
+from dflop.step import Instruction, Op, StageTimes, make_program
+from dflop.step.instructions import features_issued_at, kept_until
 from dflop.step.routes import make_routes
 from dflop.step.simulation_kernel import BRIDGE_IN, SHARED
 from dflop.step.syncs import sync_parts
@@ -111,8 +111,8 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
         edges_of[FORWARD][edge.source].append(number)
         edges_of[1 - FORWARD][edge.target].append(number)
     clock_s, free_s, arrived_s = np.zeros(len(program.workers)), defaultdict(float), defaultdict(float)
-    # When the gradients have arrived that a worker sent before its last computation, and since then.
-    let_go_s, sent_s = np.zeros_like(clock_s), np.zeros_like(clock_s)
+    # When messages have arrived that a worker keeps no longer, and those that it keeps until a computation.
+    let_go_s, kept_s = np.zeros_like(clock_s), defaultdict(float)
     first_node, dp, num_parts = compiled.stages[:, 1], compiled.stages[:, 0], compiled.stages[:, -1]
     gathered_s = sync_parts(compiled, times.sync_s, times.early_sync_s, times.late_sync_s).gathered_s
     order, waiting = compiled.order.tolist(), defaultdict(list)
@@ -132,7 +132,9 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
             together = slice(index // shared * shared, (index // shared + 1) * shared)
             longest_s = seconds_of[nodes[together], microbatch].max()
             clock_s[carriers[node]] = max(begins_s[together]) + longest_s
-            let_go_s[carriers[node]], sent_s[carriers[node]] = sent_s[carriers[node]], 0.0
+            computed = Op.FORWARD if which == FORWARD else Op.BACKWARD, node, microbatch
+            for worker in carriers[node]:
+                let_go_s[worker] = max(kept_s.pop((worker, until), 0.0) for until in (None, computed))
             for number in edges_of[which][node]:
                 is_held = which == FORWARD and program.edges[number].is_bridge
                 issued = max(place, issued_at.get(microbatch, place)) if is_held else place
@@ -148,17 +150,19 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
             channel, taker = edge.channel(is_forward), edge.target if is_forward else edge.source
             for ends in routes.of(number, is_forward):
                 ready_s[ends.sender, channel] = max(ready_s[ends.sender, channel], made_s)
-                messages.append((ends, channel, seconds, (way, taker, of_microbatch)))
-        for ends, channel, seconds, _ in messages:
+                op, maker = (Op.SEND_FORWARD, edge.source) if is_forward else (Op.SEND_BACKWARD, edge.target)
+                until = kept_until(Instruction(op, maker, of_microbatch, number), edge, learns=True)
+                messages.append((ends, channel, seconds, (way, taker, of_microbatch), until))
+        for ends, channel, seconds, *_ in messages:
             begin_s = max(max(ready_s[worker, channel], free_s[worker, channel]) for worker in ends)
             if late:
                 begin_s = max(begin_s, clock_s[ends.receiver])
             for worker in ends:
                 ended_s[worker, channel] = max(ended_s[worker, channel], begin_s + seconds)
         free_s |= ended_s
-        for ends, channel, _, key in messages:
-            if key[0] != FORWARD:
-                sent_s[ends.sender] = max(sent_s[ends.sender], ended_s[ends.sender, channel])
+        for ends, channel, _, key, until in messages:
+            kept = ends.sender, until
+            kept_s[kept] = max(kept_s[kept], ended_s[ends.sender, channel])
             arrived_s[key] = max(arrived_s[key], ended_s[ends.receiver, channel])
     return float(clock_s.max())
 

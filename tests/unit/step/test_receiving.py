@@ -3,6 +3,7 @@
 import weakref
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -117,12 +118,13 @@ class Encoder:
         return {0: torch.zeros(2)}
 
 
-def send_in(order: list[str], slots: Slots, work: Encoder) -> None:
-    """Carry out forwards (F0), sends of their features (S0), backwards (B0) and sends of their gradients (G0)."""
+def send_in(order: list[str], slots: Slots, work: Encoder, track: int = 0) -> None:
+    """Carry out forwards (F0), sends of their features (S0), backwards (B0) and sends of their gradients (G0), over an
+    edge of this track; 0 is a bridge."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         links = Links(
-            edges=(Edge(0, 1, 0),),
+            edges=(Edge(0, 1, track),),
             sends=dict.fromkeys([(0, True), (0, False)], (Wire(1, 0, dist.group.WORLD),)),
             receives={},
             inner=(),
@@ -171,8 +173,15 @@ def test_features_of_a_node_without_backward_keep_their_memory_during_four_more_
     assert encoder.num_held == [0, 1, 2, 3, 4, 4, 4, 4]
 
 
-def test_a_gradient_that_was_sent_keeps_its_memory_during_one_more_computation():
+@pytest.mark.parametrize(
+    ("track", "num_held"),
+    [
+        pytest.param(1, [0, 1, 1, 1, 1, 1, 1, 1], id="hidden states, during one more computation"),
+        pytest.param(0, [0, 1, 2, 3, 4, 4, 4, 4], id="features, during four more backwards"),
+    ],
+)
+def test_a_gradient_that_was_sent_keeps_its_memory(track, num_held):
     slots, streams = make()
     stage = Watched(streams)
-    send_in(["B0", "G0", "B1", "G1", "B2", "G2", "B3"], slots, stage)
-    assert stage.num_held == [0, 1, 1, 1]
+    send_in([own for number in range(8) for own in (f"B{number}", f"G{number}")], slots, stage, track)
+    assert stage.num_held == num_held
