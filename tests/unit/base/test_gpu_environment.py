@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dflop.base import numa
 from dflop.base.gpu_environment import gpu_environment
 from dflop.base.numa import cores_near, stay_near
 from dflop.base.torchrun import run_ranks
@@ -79,6 +80,17 @@ def test_the_cores_beside_a_gpu_are_read_from_the_machine(text, cores, tmp_path)
     (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text(text)
     assert cores_near("0000:0a:00.0", tmp_path) == cores
     assert cores_near("0000:0b:00.0", tmp_path) == set()
+
+
+def test_a_rank_stays_on_the_cores_beside_its_gpu(monkeypatch):
+    address = SimpleNamespace(pci_domain_id=0, pci_bus_id=10, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
+    own, moved = min(os.sched_getaffinity(0)), {}
+    monkeypatch.setattr(numa, "cores_near", {"0000:0a:00.0": {own, 4095}}.get)
+    monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
+    stay_near(torch.device("cuda", 0))
+    assert os.getpid() in moved
+    assert all(cores == {own} for cores in moved.values())
 
 
 def test_a_rank_whose_gpu_is_not_known_to_the_machine_keeps_its_cores(monkeypatch):

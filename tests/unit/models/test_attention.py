@@ -77,7 +77,8 @@ def test_in_fp32_on_gpus_key_value_heads_are_repeated_which_the_kernel_without_a
     tensors, ends = draw(9, 6, 2, 8, seed=0), SegmentEnds([2, 4, 9])
     expected, _ = packed_attention(None, *tensors, None, segment_ends=ends)
     of_grouped = torch.autograd.grad(expected.sum(), tensors)
-    monkeypatch.setattr(attention, "_REPEATS_HEADS_ON", {"cpu"})
+    on_cpus = {{"cuda": "cpu"}[device] for device in attention._REPEATS_HEADS_ON}
+    monkeypatch.setattr(attention, "_REPEATS_HEADS_ON", on_cpus)
     monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
     output, _ = packed_attention(None, *tensors, None, segment_ends=ends)
     assert seen == [(6, 6, 6)] * 2
