@@ -45,13 +45,15 @@ class Assignment:
 
 
 class Cells(NamedTuple):
-    """A module's loads, and the tokens that cross the edges of its stages (`edge_tokens`).
+    """A module's loads, the tokens that cross the edges of its stages (`edge_tokens`), and those of features that come
+    to it over bridges.
 
     Arrays are [dp, num_microbatches], or [num_samples] where each sample stands by itself.
     """
 
     loads: Loads
     edge_tokens: np.ndarray
+    features: np.ndarray
 
 
 def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microbatch: np.ndarray) -> Assignment:
@@ -98,16 +100,20 @@ def cells_of(plan: Plan, shapes: SampleShapes, assignment: Assignment) -> dict[s
         if module != "llm":
             replica = assignment.encoder_rank[:, shapes.encoders.index(module)]
         place = replica * plan.num_microbatches + assignment.microbatch
-        values = np.array([*alone.loads, alone.edge_tokens], dtype=float)
-        *loads, tokens = sums_by_cell(place, values, shape[0] * shape[1]).reshape(-1, *shape)
-        cells[module] = Cells(Loads(*loads), tokens)
+        values = np.array([*alone.loads, alone.edge_tokens, alone.features], dtype=float)
+        *loads, tokens, features = sums_by_cell(place, values, shape[0] * shape[1]).reshape(-1, *shape)
+        cells[module] = Cells(Loads(*loads), tokens, features)
     return cells
 
 
 def samples_alone(plan: Plan, shapes: SampleShapes) -> dict[str, Cells]:
     """The loads that each sample adds to each module; arrays [num_samples]."""
+    come = shapes.kept_tokens.sum(axis=1) * PLACEMENTS[plan.placement].has_bridges
     return {
-        grid.module: Cells(loads_of(grid.module, shapes), edge_tokens(plan, grid.module, shapes)) for grid in plan.grids
+        grid.module: Cells(
+            loads_of(grid.module, shapes), edge_tokens(plan, grid.module, shapes), come * (grid.module == "llm")
+        )
+        for grid in plan.grids
     }
 
 

@@ -8,12 +8,11 @@ import numpy as np
 
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
-from dflop.plan.passes import BACKWARD, FORWARD
 from dflop.step import CompiledPlan, stages_of
 from dflop.step.compiled import AHEAD
-from dflop.step.simulation_kernel import BRIDGE_OUT, HAS_BACKWARD
+from dflop.step.simulation_kernel import BRIDGE_IN, BRIDGE_OUT, HAS_BACKWARD
 
-__all__ = ["EdgeBytes", "edge_bytes_of", "message_bytes_of"]
+__all__ = ["EdgeBytes", "edge_bytes_of", "sent_bytes_of", "slot_bytes_of"]
 
 
 class EdgeBytes(NamedTuple):
@@ -38,7 +37,7 @@ def edge_bytes_of(
     that layer keeps them as its input, and they count as the layer's. An encoder, and an LLM of one stage, hold
     features and their gradients. The features of `frozen` encoders are kept during a few more forwards
     (`step.instructions.kept_until`). With `has_slots`, the gradients that come to an encoder of one stage wait in slots
-    (`message_bytes_of`).
+    (`slot_bytes_of`).
     """
     onward, held = {}, {}
     for grid in plan.grids:
@@ -59,38 +58,25 @@ def edge_bytes_of(
     return EdgeBytes(onward, held)
 
 
-def message_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes, *, has_slots: bool) -> np.ndarray:
-    """Bytes of messages that are under way and of nothing else, for each token of the module's largest microbatch,
-    [num_stages]: gradients that are sent, and with `has_slots` the slots that a GPU receives into.
-
-    Several chunks of the LLM on one rank share all of this, and it counts for the first chunk. The features that the
-    LLM receives, and their gradients, are counted as if every token were one.
-    """
-    sent = _sent_bytes_of(plan, order, edge_bytes)
-    return sent + _slot_bytes_of(plan, order, edge_bytes) if has_slots else sent
-
-
-def _sent_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
-    """Bytes of gradients that the LLM's stages have sent and keep (`step.instructions.kept_until`).
-
-    A gradient of hidden states is kept while its rank computes once more, when what its microbatch kept is free. So it
-    counts only where a forward needs as much as a backward: with the loss. The first stage keeps features' gradients of
-    up to `AHEAD` microbatches. Those count that are sent before its rank's last forward: behind it, a microbatch frees
-    more than its gradient.
-    """
-    found, llm, pp = np.zeros(len(order.stages)), edge_bytes.onward["llm"], plan.grid("llm").pp
-    if len(llm) > 1:
-        found[pp - 1 - len(llm)] = llm[-2]
-    if ((order.stages[:, BRIDGE_OUT] >= 0) & (order.stages[:, HAS_BACKWARD] > 0)).any():
-        first, (which, stage, _, _) = len(found) - len(llm), order.order.T
-        last_forward = np.flatnonzero(np.isin(stage, range(first, len(found), pp)) & (which == FORWARD))[-1]
-        num_sent = ((stage[:last_forward] == first) & (which[:last_forward] == BACKWARD)).sum()
-        found[first] += min(AHEAD, num_sent) * edge_bytes.onward[plan.grids[0].module][-1]
+def sent_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
+    """Bytes of the gradient that a stage sends, for each token at its edge or, on the LLM's first stage, for each of
+    features, [num_stages]; 0 where a stage sends none."""
+    is_learning = order.stages[:, HAS_BACKWARD] > 0
+    found = np.zeros(len(order.stages))
+    for place, stage in enumerate(stages_of(plan)):
+        if stage.pp_stage > 0:
+            found[place] = edge_bytes.onward[stage.module][stage.pp_stage - 1] * is_learning[place - 1]
+        elif order.stages[place, BRIDGE_IN] > 0 and is_learning[order.stages[:, BRIDGE_OUT] >= 0].any():
+            found[place] = edge_bytes.onward[plan.grids[0].module][-1]
     return found
 
 
-def _slot_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
-    """Bytes of the slots that a GPU receives into. An encoder copies one gradient out of its slot at a time."""
+def slot_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.ndarray:
+    """Bytes of the slots that a GPU receives into, for each token of the module's largest microbatch, [num_stages].
+
+    Several chunks of the LLM on one rank share all of this, and it counts for the first chunk. The features that the
+    LLM receives are counted as if every token were one. An encoder copies one gradient out of its slot at a time.
+    """
     found = []
     for stage in stages_of(plan):
         of_stage = slice(stage.group, stage.group + stage.num_groups)

@@ -203,7 +203,7 @@ def _peaks(
     under_way: dict[int, np.ndarray] = {}
     encoders_held: dict[int, np.ndarray] = {}
     fullest = np.zeros(num_samples)
-    for (stage, sizes), size in zip(of_stages, pricer.memory.message_bytes(pricer.compiled), strict=True):
+    for (stage, sizes), size in zip(of_stages, pricer.memory.slot_bytes(pricer.compiled), strict=True):
         for worker in stage.workers(replicas[stage.module]):
             under_way[worker] = under_way.get(worker, 0.0) + size * sizes.edge_tokens
     for stage, sizes in of_stages:

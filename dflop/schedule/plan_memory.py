@@ -1,5 +1,5 @@
-"""Memory on a plan's ranks: parameters, gradients and optimiser state, the microbatches in flight, messages that are
-under way, and on GPUs slots for messages and communicators.
+"""Memory on a plan's ranks: parameters, gradients and optimiser state, the microbatches in flight, gradients that are
+sent, and on GPUs slots for messages and communicators.
 
 A worker is a group of ranks that act together (`step.nodes`); all of its ranks hold equally many bytes.
 `memory_limit` decides which batches fit.
@@ -16,9 +16,10 @@ from dflop.config import ClusterConfig
 from dflop.costs import Loads
 from dflop.plan import PLACEMENTS
 from dflop.schedule.assignment import Cells
-from dflop.schedule.edge_bytes import EdgeBytes, message_bytes_of
+from dflop.schedule.edge_bytes import EdgeBytes, sent_bytes_of, slot_bytes_of
 from dflop.schedule.stage_costs import StageCosts
 from dflop.step import CompiledPlan, communicator_bytes, peak_bytes
+from dflop.step.simulation_kernel import BRIDGE_IN
 
 __all__ = ["MicrobatchBytes", "PlanMemory"]
 
@@ -29,10 +30,12 @@ _SAMPLES_A_BUCKET = 4
 
 class MicrobatchBytes(NamedTuple):
     """What a microbatch takes on a stage: bytes kept until its backward, bytes that come on top while it is computed,
-    and tokens at the stage's edges (`Cells.edge_tokens`). Arrays have the shape of the cells'."""
+    bytes of the gradient that it sends, and tokens at the stage's edges (`Cells.edge_tokens`). Arrays have the shape of
+    the cells'."""
 
     kept: np.ndarray
     passing: np.ndarray
+    sent: np.ndarray
     edge_tokens: np.ndarray
 
 
@@ -115,13 +118,16 @@ class PlanMemory:
         of_stages = []
         for grid in self._plan.grids:
             of_kind = {}
-            memories = self._stage_costs.memories(grid.module, cells[grid.module].loads)
+            own = cells[grid.module]
+            memories = self._stage_costs.memories(grid.module, own.loads)
             for memory, token_bytes in zip(memories, self._edge_bytes.held[grid.module].tolist(), strict=True):
-                key = id(memory), token_bytes
+                takes_features = self._compiled.stages[len(of_stages), BRIDGE_IN] > 0
+                sent_bytes = float(self.sent_bytes[len(of_stages)])
+                key = id(memory), token_bytes, sent_bytes, takes_features
                 if key not in of_kind:
-                    at_edges = cells[grid.module].edge_tokens * token_bytes
-                    kept = at_edges + memory.activation_bytes
-                    of_kind[key] = MicrobatchBytes(kept, memory.transient_bytes, cells[grid.module].edge_tokens)
+                    kept = own.edge_tokens * token_bytes + memory.activation_bytes
+                    sent = (own.features if takes_features else own.edge_tokens) * sent_bytes
+                    of_kind[key] = MicrobatchBytes(kept, memory.transient_bytes, sent, own.edge_tokens)
                 of_stages.append(of_kind[key])
         return of_stages
 
@@ -173,22 +179,29 @@ class PlanMemory:
             full = nothing + tokens * self._plan.grid("llm").dp / grid.dp
             if grid.module == "llm":
                 loads = Loads(nothing, full, full**2 / _SAMPLES_A_BUCKET, full * target_share)
-                cells[grid.module] = Cells(loads, full)
+                cells[grid.module] = Cells(loads, full, full)
                 continue
             loads = Loads(full * items_per_token.get(grid.module, 0.0), nothing, nothing, nothing)
             # Where features are sent, they are counted as if every token were one.
-            cells[grid.module] = Cells(loads, full if has_bridges else nothing)
+            cells[grid.module] = Cells(loads, full if has_bridges else nothing, nothing)
         return cells
 
-    def message_bytes(self, order: CompiledPlan) -> np.ndarray:
-        """Bytes of messages that are under way, for each token of the largest microbatch, [num_stages]."""
-        return message_bytes_of(self._plan, order, self._edge_bytes, has_slots=self._has_gpus)
+    @cached_property
+    def sent_bytes(self) -> np.ndarray:
+        """Bytes of the gradient that a stage sends, for each token (`sent_bytes_of`), [num_stages]."""
+        return sent_bytes_of(self._plan, self._compiled, self._edge_bytes)
+
+    def slot_bytes(self, order: CompiledPlan) -> np.ndarray:
+        """Bytes of slots for messages, for each token of the largest microbatch, [num_stages]."""
+        if not self._has_gpus:
+            return np.zeros(len(order.stages))
+        return slot_bytes_of(self._plan, order, self._edge_bytes)
 
     def _peak_bytes(self, of_stages: Sequence[MicrobatchBytes], order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, with their messages, [num_workers]."""
-        kept, passing, edge_tokens = zip(*of_stages, strict=True)
-        held = peak_bytes(order, np.concatenate(kept), np.concatenate(passing))
-        for stage, tokens, size in zip(self._stage_costs.stages, edge_tokens, self.message_bytes(order), strict=True):
+        kept, passing, sent, edge_tokens = zip(*of_stages, strict=True)
+        held = peak_bytes(order, *map(np.concatenate, (kept, passing, sent)))
+        for stage, tokens, size in zip(self._stage_costs.stages, edge_tokens, self.slot_bytes(order), strict=True):
             if size:
                 workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
                 held[workers] += np.repeat(tokens.max(axis=1) * size, stage.span)

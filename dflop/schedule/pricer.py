@@ -147,8 +147,8 @@ class Pricer:
         """A lower bound of the fullest device's bytes over all slots."""
         assert self.filler is not None
         alone = [
-            MicrobatchBytes(
-                sizes.kept, sizes.passing if stage.module == "llm" else 0 * sizes.passing, 0 * sizes.edge_tokens
+            sizes._replace(
+                passing=sizes.passing if stage.module == "llm" else 0 * sizes.passing, edge_tokens=0 * sizes.edge_tokens
             )
             for stage, sizes in zip(self.stages, of_stages, strict=True)
         ]

@@ -8,7 +8,7 @@ from dflop.base.kernels import kernel
 from dflop.costs.forms import PackedForms, PackedTerms, form_at, largest_at, pack_forms, pack_terms
 from dflop.schedule.pricer import Pricer
 from dflop.step import peak_bytes_of
-from dflop.step.simulation_kernel import DP, FIRST_NODE, FIRST_WORKER, SPAN
+from dflop.step.simulation_kernel import BRIDGE_IN, DP, FIRST_NODE, FIRST_WORKER, SPAN
 
 __all__ = ["StepMemory", "excess_bytes", "step_memory"]
 
@@ -20,10 +20,12 @@ class StepMemory(NamedTuple):
     kept: PackedForms
     passing: PackedTerms  # the largest term of a stage counts
     edge_bytes: np.ndarray  # [num_stages], bytes of a token at an edge (`EdgeBytes.held`)
-    message_bytes: np.ndarray  # [num_stages], for each token of the largest microbatch (`PlanMemory.message_bytes`)
+    gradient_bytes: np.ndarray  # [num_stages], for each token that is sent (`PlanMemory.sent_bytes`)
+    slot_bytes: np.ndarray  # [num_stages], for each token of the largest microbatch (`PlanMemory.slot_bytes`)
     room_bytes: np.ndarray  # [num_workers], what parameters and optimiser state leave
     kept_bytes: np.ndarray  # [num_nodes, num_microbatches], written by `excess_bytes`
     passing_bytes: np.ndarray
+    sent_bytes: np.ndarray
 
 
 def step_memory(pricer: Pricer) -> StepMemory:
@@ -40,10 +42,12 @@ def step_memory(pricer: Pricer) -> StepMemory:
         kept=pack_forms(kept),
         passing=pack_terms(passing),
         edge_bytes=np.array([pricer.edge_bytes.held[stage.module][stage.pp_stage] for stage in pricer.stages]),
-        message_bytes=pricer.memory.message_bytes(compiled),
+        gradient_bytes=pricer.memory.sent_bytes,
+        slot_bytes=pricer.memory.slot_bytes(compiled),
         room_bytes=pricer.memory.tensor_limit_bytes - pricer.memory.resident_bytes,
         kept_bytes=np.zeros(cells),
         passing_bytes=np.zeros(cells),
+        sent_bytes=np.zeros(cells),
     )
 
 
@@ -72,9 +76,14 @@ def excess_bytes(memory, forms, state):
                 at_edges = memory.edge_bytes[stage] * tokens
                 memory.kept_bytes[node, microbatch] = form_at(memory.kept, stage, loads) + at_edges
                 memory.passing_bytes[node, microbatch] = largest_at(memory.passing, stage, loads)
+                if stages[stage, BRIDGE_IN] > 0:
+                    tokens = state.received[microbatch, replica]
+                memory.sent_bytes[node, microbatch] = memory.gradient_bytes[stage] * tokens
             first = stages[stage, FIRST_WORKER] + replica * stages[stage, SPAN]
-            under_way[first : first + stages[stage, SPAN]] += memory.message_bytes[stage] * most_tokens
-    held = peak_bytes_of(memory.order, stages, memory.kept_bytes, memory.passing_bytes, len(memory.room_bytes))
+            under_way[first : first + stages[stage, SPAN]] += memory.slot_bytes[stage] * most_tokens
+    held = peak_bytes_of(
+        memory.order, stages, memory.kept_bytes, memory.passing_bytes, memory.sent_bytes, len(memory.room_bytes)
+    )
     held += under_way - memory.room_bytes
     fullest = held.argmax()
     return held[fullest], fullest

@@ -140,7 +140,7 @@ class StepSearch:
                 last_backwards=order.last_backwards,
                 syncs=sync_parts(order, self._pricer.sync_s, self._pricer.early_sync_s, self._pricer.late_sync_s),
             ),
-            self._memory._replace(order=order.order, message_bytes=self._pricer.memory.message_bytes(order)),
+            self._memory._replace(order=order.order, slot_bytes=self._pricer.memory.slot_bytes(order)),
             new_state(self._forms, place, self._pricer.compiled.num_microbatches),
             self._samples,
             num_trials,

@@ -188,19 +188,18 @@ def features_issued_at(order: Sequence[Sequence[int]], takes_features: Sequence[
     }
 
 
-def kept_until(send: Instruction, edge: Edge, learns: bool) -> tuple[Op, int, int] | None:
+def kept_until(send: Instruction, edge: Edge, learns: bool) -> tuple[Op, int, int]:
     """The computation (kind, node, microbatch) behind which what is sent over an edge need not be kept any more.
 
     For features and hidden states this is the node's backward of the microbatch or, if it has none (`learns` is False),
-    its forward `AHEAD` microbatches behind. For a gradient of features it is the backward `AHEAD` microbatches behind:
-    all replicas send one to all ranks of encoders, so that each would wait for the slowest. Other gradients have None:
-    they are kept during the next computation.
+    its forward `AHEAD` microbatches behind. For a gradient it is the node's next backward or, for that of features, the
+    backward `AHEAD` microbatches behind: all replicas send these to all ranks of encoders, so that each would wait for
+    the slowest.
     """
     if send.op.is_forward and learns:
         return Op.BACKWARD, send.node, send.microbatch
-    if not send.op.is_forward and not edge.is_bridge:
-        return None
-    return Op.FORWARD if send.op.is_forward else Op.BACKWARD, send.node, send.microbatch + AHEAD
+    op = Op.FORWARD if send.op.is_forward else Op.BACKWARD
+    return op, send.node, send.microbatch + (AHEAD if send.op.is_forward or edge.is_bridge else 1)
 
 
 class Kept:
@@ -216,8 +215,7 @@ class Kept:
 
     def has(self, send: Instruction) -> bool:
         """Whether what was sent is kept behind the last computation, too."""
-        until = kept_until(send, self._edges[send.edge], send.node in self._learning)
-        return until is not None and until not in self._computed
+        return kept_until(send, self._edges[send.edge], send.node in self._learning) not in self._computed
 
 
 class _Message(NamedTuple):

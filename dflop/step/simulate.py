@@ -10,8 +10,9 @@ import numpy as np
 
 from dflop.base.kernels import kernel
 from dflop.plan.passes import BACKWARD, FORWARD
-from dflop.step.compiled import CompiledPlan
+from dflop.step.compiled import AHEAD, CompiledPlan
 from dflop.step.simulation_kernel import (
+    BRIDGE_IN,
     BRIDGE_OUT,
     DP,
     FIRST_NODE,
@@ -127,13 +128,16 @@ def simulate_step_s(plan: CompiledPlan, times: StageTimes) -> float | np.ndarray
     return step_s if times.forward_s.ndim == 3 else float(step_s[0])
 
 
-def peak_bytes(plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray) -> np.ndarray:
+def peak_bytes(
+    plan: CompiledPlan, activation_bytes: np.ndarray, transient_bytes: np.ndarray, sent_bytes: np.ndarray
+) -> np.ndarray:
     """The most bytes that each rank of a worker holds at a time for microbatches in flight, [num_workers].
 
-    Both arrays are [num_nodes, num_microbatches]: the bytes that a microbatch keeps from its forward to the end of its
-    backward, and those that come on top while it is computed. Only the order of computations matters, not their times.
+    All arrays are [num_nodes, num_microbatches]: the bytes that a microbatch keeps from its forward to the end of its
+    backward, those that come on top while it is computed, and those of the gradient that it sends, which is kept for a
+    while (`instructions.kept_until`). Only the order of computations matters, not their times.
     """
-    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, plan.num_workers)
+    return peak_bytes_of(plan.order, plan.stages, activation_bytes, transient_bytes, sent_bytes, plan.num_workers)
 
 
 def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
@@ -270,12 +274,13 @@ def _cell(stages, stage, node, microbatch, num_microbatches):
 
 
 @kernel
-def peak_bytes_of(order, stages, kept, transient, num_workers):
+def peak_bytes_of(order, stages, kept, transient, sent, num_workers):
     """`peak_bytes` for kernels: `order` and `stages` as in `CompiledPlan`."""
     held, peak = np.zeros(num_workers), np.zeros(num_workers)
     for item in range(len(order)):
         which, stage, microbatch, part = order[item]
         frees = which == BACKWARD or not stages[stage, HAS_BACKWARD]
+        until = AHEAD if stages[stage, BRIDGE_IN] > 0 else 1
         num_replicas = stages[stage, DP] // stages[stage, PARTS]
         for replica in range(part * num_replicas, (part + 1) * num_replicas):
             node = stages[stage, FIRST_NODE] + replica
@@ -285,5 +290,7 @@ def peak_bytes_of(order, stages, kept, transient, num_workers):
                     held[worker] += kept[node, microbatch]
                 peak[worker] = max(peak[worker], held[worker] + transient[node, microbatch])
                 if frees:
-                    held[worker] -= kept[node, microbatch]
+                    held[worker] += sent[node, microbatch] - kept[node, microbatch]
+                    if microbatch >= until:
+                        held[worker] -= sent[node, microbatch - until]
     return peak

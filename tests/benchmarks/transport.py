@@ -134,7 +134,7 @@ def carried_s(plan: Plan, compiled, times: StageTimes, *, late: bool = False) ->
             clock_s[carriers[node]] = max(begins_s[together]) + longest_s
             computed = Op.FORWARD if which == FORWARD else Op.BACKWARD, node, microbatch
             for worker in carriers[node]:
-                let_go_s[worker] = max(kept_s.pop((worker, until), 0.0) for until in (None, computed))
+                let_go_s[worker] = kept_s.pop((worker, computed), 0.0)
             for number in edges_of[which][node]:
                 is_held = which == FORWARD and program.edges[number].is_bridge
                 issued = max(place, issued_at.get(microbatch, place)) if is_held else place

@@ -134,8 +134,13 @@ def test_a_rank_holds_what_the_memory_model_says(name, costs_file):
             schedule="interleaved_1f1b",
             num_chunks=2,
         ),
+        Plan(
+            placement="disjoint",
+            grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, rank_offset=2)),
+            num_microbatches=8,
+        ),
     ],
-    ids=lambda plan: plan.placement,
+    ids=lambda plan: f"{plan.placement}, {plan.grid('llm').pp} stages",
 )
 def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file):
     config, costs = load_config(CONFIG), CostModel.load(costs_file)
@@ -148,9 +153,9 @@ def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file)
             assert on_gpus.predicted["activations"] > on_cpus.predicted["activations"]
         for checked in (on_cpus, on_gpus):
             ratio = checked.predicted["activations"] / checked.tracked["activations"]
-            assert ratio == pytest.approx(1.0, abs=0.05), rank
-        if plan.placement == "disjoint" and on_gpus.nodes[0].pp_stage == 1:  # it sends the gradient of a microbatch
-            assert ratio == pytest.approx(1.0, abs=0.01)
+            # A last stage keeps gradients that it has sent: of one microbatch or, of a single stage, of four.
+            is_last = on_gpus.nodes[0].module == "llm" and on_gpus.nodes[0].pp_stage == plan.grid("llm").pp - 1
+            assert ratio == pytest.approx(1.0, abs=0.01 if plan.placement == "disjoint" and is_last else 0.05), rank
 
 
 @pytest.mark.parametrize("name", ["pipelined", "tensor parallelism, recomputing"])

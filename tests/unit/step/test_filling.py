@@ -61,7 +61,7 @@ def test_no_rank_ever_holds_more_than_in_the_colocated_order(plan, seed):
     slots = BubbleFiller(plan).slots(times, plan.num_microbatches)
     order, colocated = compile_plan(plan, EVERYTHING, slots), compile_plan(plan)
     kept = np.random.default_rng(seed).random(times.forward_s.shape)
-    held, most = (peak_bytes(own, kept, np.zeros_like(kept)) for own in (order, colocated))
+    held, most = (peak_bytes(own, kept, 0 * kept, 0 * kept) for own in (order, colocated))
     assert (held <= most + 1e-9).all()
 
 
@@ -91,7 +91,7 @@ def test_a_rank_holds_few_microbatches_of_the_encoders_where_it_must():
     held = []
     for most in (8, 16, 32):
         order = compile_plan(plan, EVERYTHING, BubbleFiller(plan).slots(times, most))
-        held.append(peak_bytes(order, one_item, 0 * one_item).max())
+        held.append(peak_bytes(order, one_item, 0 * one_item, 0 * one_item).max())
         # Of a slot, forwards come first: that is one or two more than was asked for.
         assert held[-1] <= most + 2
         assert simulate_step_s(order, times) <= simulate_step_s(compile_plan(plan), times)

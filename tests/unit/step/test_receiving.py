@@ -176,7 +176,7 @@ def test_features_of_a_node_without_backward_keep_their_memory_during_four_more_
 @pytest.mark.parametrize(
     ("track", "num_held"),
     [
-        pytest.param(1, [0, 1, 1, 1, 1, 1, 1, 1], id="hidden states, during one more computation"),
+        pytest.param(1, [0, 1, 1, 1, 1, 1, 1, 1], id="hidden states, during one more backward"),
         pytest.param(0, [0, 1, 2, 3, 4, 4, 4, 4], id="features, during four more backwards"),
     ],
 )

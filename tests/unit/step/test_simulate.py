@@ -33,6 +33,7 @@ from dflop.step import (
     stages_of,
     workers_of,
 )
+from dflop.step.instructions import Kept
 
 PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1}
 
@@ -339,18 +340,30 @@ def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
 def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
     plan, frozen, slots = order
     rng, program = np.random.default_rng(seed), make_program(plan, TrainedSet(frozen), slots)
-    kept, transient = rng.integers(1, 100, (2, len(program.nodes), plan.num_microbatches)).astype(float)
-    peaks = peak_bytes(compile_plan(plan, TrainedSet(frozen), slots), kept, transient)
+    cells = len(program.nodes), plan.num_microbatches
+    kept, transient, sent = rng.integers(1, 100, (3, *cells)).astype(float)
+    sends = {
+        (item.node, item.microbatch): item
+        for item in itertools.chain(*program.instructions)
+        if item.op is Op.SEND_BACKWARD
+    }
+    sent *= [[(node, microbatch) in sends for microbatch in range(cells[1])] for node in range(cells[0])]
+    peaks = peak_bytes(compile_plan(plan, TrainedSet(frozen), slots), kept, transient, sent)
     for worker, items in enumerate(program.instructions):
         held: dict[tuple[int, int], float] = {}
-        fullest = 0.0
+        under_way: dict[tuple[int, int], float] = {}
+        keeps, fullest = Kept(items, program.edges), 0.0
         for item in items:
             if item.op not in PASS_OF:
                 continue
             cell = (item.node, item.microbatch)
             if item.op is Op.FORWARD:
                 held[cell] = kept[cell]
-            fullest = max(fullest, sum(held.values()) + transient[cell])
+            fullest = max(fullest, sum(held.values()) + sum(under_way.values()) + transient[cell])
+            keeps.compute(item)
+            if item.op is Op.BACKWARD:
+                under_way[cell] = sent[cell]
+            under_way = {own: size for own, size in under_way.items() if own in sends and keeps.has(sends[own])}
             if item.op is Op.BACKWARD or not TrainedSet(frozen).has_backward(program.nodes[item.node]):
                 del held[cell]
         assert peaks[worker] == pytest.approx(fullest)
@@ -359,8 +372,8 @@ def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
 
 def test_1f1b_holds_a_pipelines_depth_and_gpipe_all_microbatches():
     ones, nothing = np.ones((4, 12)), np.zeros((4, 12))
-    assert peak_bytes(compile_plan(llm_alone(4, 12)), ones, nothing).tolist() == [4, 3, 2, 1]
-    assert peak_bytes(compile_plan(llm_alone(4, 12, "gpipe")), ones, nothing).tolist() == [12] * 4
+    assert peak_bytes(compile_plan(llm_alone(4, 12)), ones, nothing, nothing).tolist() == [4, 3, 2, 1]
+    assert peak_bytes(compile_plan(llm_alone(4, 12, "gpipe")), ones, nothing, nothing).tolist() == [12] * 4
 
 
 def test_a_plan_of_thousands_of_ranks_compiles_without_looking_at_each():
