@@ -1,5 +1,5 @@
 """Bytes of one token (`edge_tokens`) at each stage of a plan: those sent to the next stage, those held with a
-microbatch, and those of messages that are under way."""
+microbatch, those of gradients that are sent, and those of slots for messages."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
