@@ -80,7 +80,7 @@ class DataConfig:
     max_llm_tokens: kinds.Count = 8192
     max_text_bytes: kinds.Count = 1_000_000
     max_image_pixels: kinds.Count = 178_956_970
-    max_clip_pixels: kinds.Count = 1 << 29
+    max_clip_pixels: kinds.Count = 1 << 28
     max_audio_samples: kinds.Count = 172_800_000
     max_decode_s: kinds.AboveZero = 30.0
     video: VideoConfig = field(default_factory=VideoConfig)

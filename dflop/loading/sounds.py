@@ -48,22 +48,33 @@ def _by_libsndfile(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
     with open_sound(medium) as sound:
         limits.check_sound(medium.name, sound.frames, sound.channels, sound.samplerate)
         blocks = sound.blocks(max(1, _BLOCK // sound.channels), dtype="float32", always_2d=True)
-        samples = _joined(block.mean(axis=1) for block in limits.in_time(medium.name, blocks))
-        return _resampled(samples, sound.samplerate)
+        mixed = (block.mean(axis=1) for block in limits.in_time(medium.name, blocks))
+        return _joined(_resampled(mixed, sound.samplerate))
 
 
 def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
-def _resampled(samples: np.ndarray, rate_hz: int) -> np.ndarray:
-    """The sound at 16 kHz. Its number of samples is rounded up, as profiling counts them."""
+def _resampled(blocks: Iterable[np.ndarray], rate_hz: int) -> Iterator[np.ndarray]:
+    """A sound at 16 kHz, in blocks again. Its number of samples is rounded up, as profiling counts them."""
     from scipy.signal import resample_poly
 
     if rate_hz == SOUND_RATE_HZ:
-        return samples
-    shared = math.gcd(rate_hz, SOUND_RATE_HZ)
-    return resample_poly(samples, SOUND_RATE_HZ // shared, rate_hz // shared).astype(np.float32)
+        yield from blocks
+        return
+    up, down = (rate // math.gcd(rate_hz, SOUND_RATE_HZ) for rate in (SOUND_RATE_HZ, rate_hz))
+    # How far scipy's filter reaches to each side. All cuts are at multiples of `down`, where a new sample begins.
+    reach = down * math.ceil((10 * max(up, down) / up + 1) / down)
+    held, begin = np.zeros(0, np.float32), 0
+    for block in blocks:
+        held = np.concatenate([held, block])
+        end = (len(held) - reach) // down * down
+        if end > begin:
+            yield resample_poly(held, up, down)[begin * up // down : end * up // down].astype(np.float32)
+            begin = min(end, reach)
+            held = held[end - begin :]
+    yield resample_poly(held, up, down)[begin * up // down :].astype(np.float32)
 
 
 def _by_ffmpeg(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:

@@ -49,6 +49,13 @@ class _Summary(TypedDict, total=False):
 
 _SUMMARY = TypeAdapter(_Summary)
 
+# Without these columns a Parquet file is another table.
+_OF_PREVIEW = ("step", "sample_id", "llm_dp_rank", "microbatch")
+_OF_CANDIDATES = (
+    *("rank", "placement", "num_microbatches", "checkpointing", "schedule", "num_chunks", "step_s", "idle"),
+    *("bottleneck", "llm_layers", "llm_tp", "llm_pp", "llm_dp", "llm_memory_bytes"),
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedRun:
@@ -122,8 +129,8 @@ def read_run(folder: Path) -> Run:
         costs_meta=read_meta(costs, made_by="fit-costs"),
         plan=load_plan(folder / "plan.yaml"),
         plan_text=read_plan_file(folder / "plan.yaml"),
-        candidates=read_parquet(folder / "candidates.parquet", made_by="plan"),
-        preview=read_parquet(preview, made_by="schedule") if preview.is_file() else None,
+        candidates=read_parquet(folder / "candidates.parquet", made_by="plan", needs=_OF_CANDIDATES),
+        preview=read_parquet(preview, made_by="schedule", needs=_OF_PREVIEW) if preview.is_file() else None,
         trained=_read_training(folder / "train"),
     )
 

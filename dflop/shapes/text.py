@@ -5,7 +5,8 @@ Shape profiling and training share this file, so that their token counts agree b
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models import ShapeRules
 from dflop.shapes.chat_template import ChatTemplate, Rendered
-from dflop.shapes.record_media import MEDIA_KINDS
+from dflop.shapes.record_media import MEDIA_KINDS, RecordError
 from dflop.shapes.records import Turn
 from dflop.shapes.template_files import TemplateFile, read_named_tokens, read_template, write_template
 from dflop.shapes.token_counts import TextCounts, WordCounter
@@ -139,7 +140,7 @@ class ChatTokenizer:
 
         Raises:
             RecordError: bad_record, when the chat template refuses a conversation, or rewrites it so that its learned
-                tokens cannot be determined.
+                tokens cannot be determined, or when the tokenizer gives up.
         """
         return self._encode([self._template.render(turns) for turns in conversations])
 
@@ -151,13 +152,15 @@ class ChatTokenizer:
             RecordError: as `encode`.
         """
         rendered = [self._template.render(turns) for turns in conversations]
-        counts = self._counter.count(rendered) if self._counter else [None] * len(rendered)
+        with _tokenizing():
+            counts = self._counter.count(rendered) if self._counter else [None] * len(rendered)
         uncounted = [text for text, found in zip(rendered, counts, strict=True) if found is None]
         encoded = iter(self._encode(uncounted))
         return [_counts_of(next(encoded)) if found is None else found for found in counts]
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[TokenizedText]:
-        encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        with _tokenizing():
+            encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         texts = []
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
             token_ids = np.asarray(encoding.ids, dtype=np.int64)
@@ -171,6 +174,17 @@ class ChatTokenizer:
             placeholders = np.flatnonzero(np.isin(token_ids, self._media_ids))
             texts.append(TokenizedText(token_ids, is_target, placeholders))
         return texts
+
+
+@contextmanager
+def _tokenizing() -> Iterator[None]:
+    """The library panics where a pattern tries too much, which is no `Exception`. It can be used again."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RecordError("bad_record", f"the tokenizer gives up: {error}") from None
 
 
 def _counts_of(text: TokenizedText) -> TextCounts:

@@ -3,6 +3,7 @@
 Without checksums, 8 to 35 % of flipped bits are read as other numbers.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -31,11 +32,11 @@ def write_parquet(frame: pl.DataFrame, path: Path) -> None:
         )
 
 
-def read_parquet(path: Path, *, made_by: str) -> pl.DataFrame:
-    """Read a table that `dflop made_by` wrote, or any other Parquet file.
+def read_parquet(path: Path, *, made_by: str, needs: Sequence[str] = ()) -> pl.DataFrame:
+    """Read a table that `dflop made_by` wrote, or any other Parquet file that has the columns `needs`.
 
     Raises:
-        UserError: when the file is missing, damaged, or no Parquet file.
+        UserError: when the file is missing, damaged, no Parquet file, or lacks a column.
     """
     import pyarrow.parquet
 
@@ -47,6 +48,8 @@ def read_parquet(path: Path, *, made_by: str) -> pl.DataFrame:
         columns = table.schema.remove_metadata().to_string().encode()
         if (table.schema.metadata or {}).get(_COLUMNS, columns) != columns:
             raise ValueError("its columns are not those that were written")
+        if lacking := [name for name in needs if name not in table.column_names]:
+            raise ValueError(f"it has no column {lacking[0]!r}")
         return pl.DataFrame(table)
     except (pyarrow.ArrowException, OSError, ValueError, pl.exceptions.PanicException) as error:
         reason = str(error).splitlines()[0]

@@ -4,15 +4,20 @@ The oracle is transformers' own model, run on one sample after the other in one 
 run here has real gloo processes.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
+from pathlib import Path
 
 import duckdb
 import polars as pl
+import psutil
 import pytest
 import torch
 from training_runs import end_run, listening, plan_file, process_of_rank, start_run, train, wait_for_steps
@@ -113,6 +118,31 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     assert observed["step"].unique().sort().to_list() == [2, 3]
 
 
+DAMAGES = (
+    lambda content: b"",
+    lambda content: content[: len(content) // 2],
+    lambda content: content[:500] + bytes([content[500] ^ 1]) + content[501:],
+    lambda content: b"\x89PNG\r\n\x1a\n" + bytes(len(content) - 8),
+)
+
+
+def test_of_checkpoints_with_damaged_shards_each_is_named_in_a_line_and_the_run_begins_anew(run, tmp_path):
+    folder, config = run
+    out, plan = tmp_path / "train", plan_file(folder)
+    whole = train(folder, config, plan, out, checkpoint_every=1)
+    for damages in (DAMAGES[:2], DAMAGES[2:]):
+        for step, damage in enumerate(damages, 1):
+            shard = out / f"checkpoints/step-{step:06}/__0_0.distcp"
+            shard.write_bytes(damage(shard.read_bytes()))
+        again = train(folder, config, plan, out, checkpoint_every=1)
+        assert [step["loss"] for step in again] == [step["loss"] for step in whole]
+        log = (out / "log").read_text()
+        for step in (1, 2):
+            assert re.search(rf"warning: \S+step-00000{step} is damaged: __0_0\.distcp .*; it was moved to ", log), log
+        assert "a new run begins: none of its checkpoints is whole; what the earlier one left was moved to" in log
+        assert "Traceback" not in log
+
+
 def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(run, tmp_path):
     folder, config = run
     out = tmp_path / "train"
@@ -130,9 +160,31 @@ def test_a_disk_that_takes_no_checkpoints_stops_no_step_but_the_run_at_its_end(r
 def test_a_run_listens_on_loopback_alone_takes_no_other_into_its_folder_and_ends_when_a_rank_is_stopped(run, tmp_path):
     folder, config = run
     out = tmp_path / "train"
-    process = start_run(folder, config, plan_file(folder), out, steps=100_000, peer_timeout_s=5, checkpoint_every=3)
+    settings = {"steps": 100_000, "peer_timeout_s": 5, "checkpoint_every": 3, "loader_workers": 1}
+    process = start_run(folder, config, plan_file(folder), out, **settings)
     wait_for_steps(process, out, 5)
-    assert {address for address, _ in listening(process.pid)} == {"127.0.0.1"}
+    places = listening(process.pid)
+    assert {address for address, _ in places} == {"127.0.0.1"}
+    # A stranger of this machine may connect and say anything: nobody answers, and the run goes on.
+    for said in (b"GET / HTTP/1.0\r\n\r\n", bytes(8), b"\xff" * 100_000):
+        for place in places:
+            with socket.create_connection(place) as stranger, contextlib.suppress(ConnectionError, TimeoutError):
+                stranger.settimeout(0.05)
+                stranger.sendall(said)
+                assert not stranger.recv(1)
+    # Nobody else enters the folder where ranks meet, or those of the sockets of their loaders.
+    started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    arguments = [argument.partition("=") for one in started for argument in one.cmdline()]
+    meeting = next(Path(value) for name, _, value in arguments if name == "--rdzv-endpoint")
+    ends = [Path(end.laddr) for one in started for end in one.net_connections("unix") if end.laddr]
+    assert ends
+    assert {path.stat().st_mode & 0o777 for path in (meeting, *(end.parent for end in ends))} == {0o700}
+    if os.getuid() == 0:
+        nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+        for file in (meeting / "group", *ends):
+            assert subprocess.run(["stat", file], capture_output=True).returncode == 0
+            assert subprocess.run(["stat", file], capture_output=True, **nobody).returncode != 0
+    wait_for_steps(process, out, 2 + (out / "metrics.jsonl").read_bytes().count(b"\n"))
     assert end_run(start_run(folder, config, plan_file(folder), out, steps=100_000), tmp_path / "second") == 2
     assert f"{out}: process {process.pid} of " in (tmp_path / "second/log").read_text()
     os.kill(process_of_rank(1, out), signal.SIGSTOP)

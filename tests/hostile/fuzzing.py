@@ -82,7 +82,8 @@ def fuzz(
             assert seconds <= most_s, f"{which} took {seconds:.0f} s"
             assert grown <= most_bytes, f"{which} took {grown:,} bytes of memory"
             number += 1
-    print(f"{number:,} damaged files of {', '.join(names)}: all read or refused")
+    peak = max(_peak_bytes(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024) >> 20
+    print(f"{number:,} damaged files of {', '.join(names)}: all read or refused, with {peak:,} MiB at most")
 
 
 def _peak_bytes() -> int:

@@ -5,7 +5,10 @@ Nothing that is no picture, clip or sound of a listed format is opened; no heade
 
 import io
 import itertools
+import math
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -287,3 +290,66 @@ def test_nothing_is_learned_of_a_medium_whose_time_is_over_in_the_middle(reader,
 def test_whatever_a_decoder_raises_is_a_refusal_that_says_what_it_was():
     with pytest.raises(RecordError, match=r"^a\.jpg: MemoryError$"), decoding("a.jpg"):
         raise MemoryError
+
+
+# Loads a file and prints how many KiB the process held at most, before and in all.
+LOAD = """
+import re, sys
+from pathlib import Path
+from dflop.config import DataConfig
+from dflop.loading.decoding import MediaDecoder
+from dflop.shapes.media_limits import MediaLimits
+from dflop.shapes.reader import MediumSize
+from dflop.shapes.record_media import Medium
+
+def print_peak():
+    print(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])
+
+class Nothing:
+    images = frames = staticmethod(lambda pictures: [None] * len(pictures))
+    sound = len
+
+data, file = DataConfig(), Path(sys.argv[1])
+kind, *size = sys.argv[2].split()
+decoder = MediaDecoder(Nothing(), data.video, MediaLimits.of(data), [], [])
+print_peak()
+decoder.items_of([Medium(kind, file.name)], [MediumSize(*map(int, size))], file.parent)
+assert not decoder.unreadable, decoder.unreadable
+print_peak()
+"""
+
+
+def large_picture(file: Path, share: int) -> str:
+    side = math.isqrt(DataConfig().max_image_pixels // share)
+    Image.new("RGB", (side, side)).save(file, "PNG", compress_level=1)
+    return f"image {side} {side} 0"
+
+
+def large_clip(file: Path, share: int) -> str:
+    size = (3840, 2160)
+    num_frames = DataConfig().max_clip_pixels // share // (size[0] * size[1])
+    with av.open(str(file), "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=1)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for _ in range(num_frames):
+            container.mux(stream.encode(av.VideoFrame(*size, "yuv420p")))
+        container.mux(stream.encode(None))
+    return f"video {size[0]} {size[1]} {num_frames}"
+
+
+def large_sound(file: Path, share: int) -> str:
+    num_samples = DataConfig().max_audio_samples // share
+    with soundfile.SoundFile(file, "w", 48_000, 1, format="FLAC") as written:
+        for _ in range(num_samples // 48_000):
+            written.write(np.zeros(48_000, np.int16))
+    return f"audio 0 0 0 0 {num_samples // 48_000 * 16_000}"
+
+
+@pytest.mark.parametrize(("make", "share"), [(large_picture, 4), (large_clip, 2), (large_sound, 4)])
+def test_a_loader_holds_the_largest_medium_of_the_default_limits_in_two_gib(make, share, tmp_path):
+    """A part of it, e.g. a quarter, takes that part of the memory."""
+    size = make(tmp_path / "large", share)
+    command = [sys.executable, "-c", LOAD, tmp_path / "large", size]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, peak = map(int, done.stdout.split())
+    assert before + share * (peak - before) < 2 << 20

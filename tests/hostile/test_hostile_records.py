@@ -183,3 +183,69 @@ def render(path: Path) -> None:
 def test_a_made_up_template_renders_or_is_refused(tmp_path):
     usual = b"{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     fuzz({"chat.jinja": usual}, render, (UserError, RecordError), tmp_path, damage=template, num_files=20, most_s=60)
+
+
+# What reaches Python's internals, other files or modules from a template that is not held.
+ESCAPES = [
+    "''.__class__.__mro__[1].__subclasses__()",
+    "messages.__class__",
+    "messages['__class__'].__mro__",
+    "''|attr('__class__')",
+    "''|attr('__cla' ~ 'ss__')|attr('__mro__')",
+    "(['']|map(attribute='__class__')|first).__mro__",
+    "(['']|map('attr', '__class__')|first).__mro__",
+    "([{'a': ''}]|groupby('a.__class__')|first).grouper.__mro__",
+    "([{'a': ''}]|selectattr('a.__class__')|first).a",
+    "'{0.__class__.__mro__}'.format('')",
+    "('{0.__class__.__mro__}'|attr('format'))('')",
+    "('{0.__class__}'|format)('')",
+    "'{a.__class__}'.format_map({'a': ''})",
+    "(['{0.__class__}']|map(attribute='format')|first)('')",
+    "raise_exception.__globals__['TemplateError']",
+    "strftime_now.__self__.__class__",
+    "cycler.__init__.__globals__.os.popen('id').read()",
+    "cycler('a').next.__func__.__globals__",
+    "joiner.__init__.__globals__.os",
+    "namespace.__init__.__globals__.os",
+    "namespace().__init__.__globals__",
+    "lipsum.__globals__['os']",
+    "dict.__base__.__subclasses__()",
+    "range.__class__('A', (), {})",
+    "self.__init__.__globals__",
+    "self._TemplateReference__context.environment",
+    "loop.__class__",
+    "get_flashed_messages.__globals__",
+    "request.application.__globals__",
+    "config.__class__.__init__.__globals__",
+    "url_for.__globals__.os",
+    "__import__('os').system('id')",
+    "open('/etc/passwd').read()",
+    "messages.append(1)",
+    "messages[0].update({'role': 'x'})",
+    "messages|attr('clear')()",
+    "(namespace(f=''.format)).f.__self__.__class__",
+]
+BODIES_THAT_ESCAPE = [
+    *(f"{{{{ {escape} }}}}" for escape in ESCAPES),
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as other %}",
+    "{% from 'os' import system %}",
+    "{% extends '/etc/passwd' %}",
+    "{% for message in messages %}{{ loop.__init__.__globals__ }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
+    "{% macro m() %}{{ caller.__init__.__globals__ }}{% endmacro %}{% call m() %}{% endcall %}",
+    "{% generation %}{{ caller.__globals__ }}{% endgeneration %}",
+    "{% set n = namespace() %}{% set n.__class__ = 'x' %}{{ n.__class__ }}",
+    "{% set x = ''|attr('__class__') %}{{ x.__mro__ }}",
+    "{{ self.b.__init__.__globals__ }}{% block b %}{% endblock %}",
+]
+
+
+@pytest.mark.parametrize("body", BODIES_THAT_ESCAPE)
+def test_a_template_that_reaches_out_of_its_sandbox_is_refused_in_a_line(body):
+    usual = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    turns = [Turn("user", "What?"), Turn("assistant", "That.")]
+    assert ChatTemplate(usual).render(turns)
+    with pytest.raises((UserError, RecordError)) as refused:
+        ChatTemplate(body + usual).render(turns)
+    assert "\n" not in str(refused.value)

@@ -1,15 +1,22 @@
 """Results that were damaged on their way: a table is read as it was written, or refused in one line."""
 
+import json
 import random
+import re
+import sys
+from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import duckdb
 import polars as pl
 import pytest
+import reported_runs
 import yaml
 from fuzzing import damaged, fuzz
 
 from dflop.base import UserError
+from dflop.cli import main
 from dflop.costs import CostModel
 from dflop.plan import Grid, Plan, load_plan, read_plan_file
 from dflop.search import read_baselines
@@ -121,3 +128,76 @@ def test_a_damaged_plan_is_refused_or_read(tmp_path):
     good = {"plan.yaml": yaml.safe_dump(sections, sort_keys=False).encode()}
     for damage in (flipped, damaged):
         fuzz(good, read, UserError, tmp_path, num_files=40, damage=damage)
+
+
+DATA = ["--shapes", "shapes.duckdb", "--costs", "costs.duckdb"]
+COMMANDS = {
+    "plot-shapes": [*DATA[:2], "--out", "shapes.svg"],
+    "plan": DATA,
+    "compare": [*DATA, "--out", "compared.parquet"],
+    "schedule": [*DATA, "--plan", "plan.yaml", "--out", "again.parquet"],
+    "train": [*DATA, "--plan", "plan.yaml", "--out", "again"],
+    "report": ["--run", ".", "--out", "report"],
+}
+READERS = {
+    "shapes.duckdb": COMMANDS,
+    "costs.duckdb": ["plan", "compare", "schedule", "train", "report"],
+    "plan.yaml": ["schedule", "train", "report"],
+    **{f"{table}.parquet": ["report"] for table in ("candidates", "schedule")},
+    **{f"train/{file}": ["report"] for file in ("observations.duckdb", "metrics.jsonl", "summary.json")},
+}
+DAMAGES = {
+    "empty": lambda path: b"",
+    "cut off": lambda path: path.read_bytes()[: path.stat().st_size // 4 + 3],
+    "flipped": lambda path: bytes(byte ^ 0x80 if at % 500 == 9 else byte for at, byte in enumerate(path.read_bytes())),
+    "no such kind of file": lambda path: b"\x89PNG\r\n\x1a\n" + bytes(1000),
+    "another table": lambda path: next(
+        other for other in sorted(path.parent.glob(f"*{path.suffix}")) if other != path
+    ).read_bytes(),
+}
+
+
+@pytest.fixture(scope="module")
+def reported(write_made_up_costs, tmp_path_factory) -> Path:
+    """The folder of a run that was trained, with the tables as the commands write them."""
+    folder = reported_runs.make_run(tmp_path_factory.mktemp("run"), write_made_up_costs)
+    for path in [*folder.glob("[cs]*.parquet")]:
+        write_parquet(pl.read_parquet(path), path)
+    (folder / "train/other.duckdb").write_bytes((folder / "costs.duckdb").read_bytes())
+    (folder / "other.yaml").write_text("run: a\n")
+    (folder / "train/other.json").write_text("[1, 2]")
+    (folder / "train/other.jsonl").write_text('{"id": "a"}\n')
+    return folder
+
+
+@pytest.fixture
+def damage(reported) -> Iterator:
+    """`damage(file, how)` damages a file of the run, which is whole again after the test."""
+    whole = {}
+
+    def spoil(name: str, how: str) -> None:
+        path = reported / name
+        whole[path] = path.read_bytes()
+        path.write_bytes(DAMAGES[how](path))
+
+    yield spoil
+    for path, content in whole.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize(("name", "command"), [(name, command) for name in READERS for command in READERS[name]])
+def test_each_command_refuses_a_damaged_file_of_a_run_in_a_line_that_says_what_makes_it_again(
+    reported, damage, name, command, how, monkeypatch, capfd
+):
+    damage(name, how)
+    monkeypatch.chdir(reported)
+    config = {"cluster": {"devices_per_node": 2}, "schedule": {"policy": "lpt"}, "train": {"global_batch_size": 16}}
+    config |= {"data": {"sources": [{"path": "train.json"}]}}
+    given = [] if command == "plot-shapes" else ["--config", json.dumps(config)]
+    monkeypatch.setattr(sys, "argv", ["dflop", command, *given, *COMMANDS[command]])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert re.fullmatch(rf"dflop: {re.escape(name)}\b[^\n]*`dflop [a-z-]+`[^\n]*\n", said), said

@@ -1,13 +1,16 @@
 """Sounds are decoded to one channel at 16 kHz, as long as their headers say, whatever holds them."""
 
+import math
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 import soundfile
+from scipy.signal import resample_poly
 
 from dflop.config import DataConfig, VideoConfig
+from dflop.loading import sounds
 from dflop.loading.decoding import MediaDecoder
 from dflop.loading.sounds import read_sound
 from dflop.models import SOUND_RATE_HZ
@@ -45,6 +48,17 @@ def test_a_sound_is_as_long_as_its_header_says_and_sounds_the_same(tmp_path, end
     loudest = np.abs(np.fft.rfft(middle)).argmax()
     assert loudest == np.abs(np.fft.rfft(expected)).argmax()
     assert np.abs(middle).max() == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 44_100, 48_000, 44_101])
+@pytest.mark.parametrize("num_samples", [1, 999, 100_000])
+def test_a_sound_that_is_resampled_in_blocks_is_what_it_is_as_a_whole(tmp_path, monkeypatch, rate_hz, num_samples):
+    monkeypatch.setattr(sounds, "_BLOCK", 9000)
+    wave = np.random.default_rng(0).uniform(-1, 1, num_samples).astype(np.float32)
+    soundfile.write(tmp_path / "sound.wav", wave, rate_hz, subtype="FLOAT")
+    shared = math.gcd(rate_hz, SOUND_RATE_HZ)
+    whole = resample_poly(wave, SOUND_RATE_HZ // shared, rate_hz // shared)
+    np.testing.assert_allclose(read_sound(tmp_path / "sound.wav", LIMITS), whole, atol=1e-6)
 
 
 def test_two_channels_are_heard_as_their_mean(tmp_path):

@@ -286,6 +286,19 @@ def test_a_template_runs_in_a_sandbox(tmp_path):
         ChatTokenizer(make_folder(tmp_path / "wild", template=template)).encode([[Turn("assistant", "b")]])
 
 
+def test_a_conversation_at_which_a_tokenizer_gives_up_is_refused_and_no_other(tmp_path):
+    """Its library panics where a pattern tries more than ten million ways, e.g. after 11 MB of spaces in Qwen's."""
+    folder = make_folder(tmp_path / "slow")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$b|."
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    slow = ChatTokenizer(folder)
+    for read in (slow.encode, slow.count):
+        with pytest.raises(RecordError, match=r"the tokenizer gives up: .*retry-limit"):
+            read([[Turn("user", "a" * 40), Turn("assistant", "b")]])
+        assert read([[Turn("user", "ac"), Turn("assistant", "b")]])
+
+
 def test_a_tokenizer_that_begins_every_text_with_a_token_does_not_do_so_here(tmp_path):
     """The template writes all of the special tokens; whatever the tokenizer adds by itself would come twice."""
     folder = make_folder(tmp_path / "beginning")
