@@ -1,8 +1,10 @@
 """Results that were damaged on their way: a table is read as it was written, or refused in one line."""
 
+import contextlib
 import json
 import random
 import re
+import sqlite3
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -94,6 +96,14 @@ def test_a_view_of_a_database_from_elsewhere_reads_no_other_file(tmp_path):
     with pytest.raises(UserError, match=r"costs\.duckdb is not a dflop database, .*disabled") as refused:
         read_table(path, "device", made_by="fit-costs")
     assert "hush" not in str(refused.value)
+
+
+def test_for_a_database_of_sqlite_no_program_is_fetched_from_the_internet(tmp_path):
+    path = tmp_path / "costs.duckdb"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE meta (key, value)")
+    with pytest.raises(UserError, match=r"costs\.duckdb is not a dflop database, .*extensions is disabled"):
+        read_table(path, "device", made_by="fit-costs")
 
 
 def test_a_damaged_plan_is_refused_or_read(tmp_path):
