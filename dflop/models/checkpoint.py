@@ -174,7 +174,7 @@ def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
     length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
     try:
         return json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is no safetensors file, or it is cut off; copy it again") from None
 
 
@@ -188,7 +188,7 @@ def _read_fields(path: Path) -> dict[str, Any] | None:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path} holds a {type(fields).__name__}; it must hold keys and values as Hugging Face writes")

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _HOW_TO_ADD = "dflop/models/README.md says how to add another"
+_NUMBERS_OF_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "depth", "encoder_layers"), 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +157,8 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
     folder = Path(model.path)
     hf_config = read_hf_config(folder)
     model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str):
+        model_type = None
     if key := family.part_of.get(model_type):
         hf_config = part_of_config(folder, hf_config, key)
     elif model_type != family.name:
@@ -163,7 +166,28 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
             f"`model.path` {folder} holds a {model_type!r} model, but `model.family` is {model.family!r}; "
             f"{_way_out(model_type)}"
         )
-    return family.make_spec(folder.name, hf_config, read_processor(folder))
+    processor = read_processor(folder)
+    try:
+        _check_layers(hf_config)
+        spec = family.make_spec(folder.name, hf_config, processor)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # values of other kinds
+        raise UserError(
+            f"the config.json of {folder}, or its processor's, has a value that no {family.name} has ({error}); "
+            "copy it again from where the checkpoint is from"
+        ) from None
+    return spec
+
+
+def _check_layers(hf_config: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers that are none, or so large that a loop over them would not end."""
+    for key, value in hf_config.items():
+        if key in _NUMBERS_OF_LAYERS:
+            if type(value) is not int or not 0 < value <= _MOST_LAYERS:
+                raise ValueError(f"`{key}` is {value!r}; it must be 1 to {_MOST_LAYERS:,}")
+        elif isinstance(value, dict):
+            _check_layers(value)
 
 
 def model_digest(model: ModelConfig) -> str:

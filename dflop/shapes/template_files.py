@@ -113,7 +113,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _broken(path, f"is not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise _broken(path, "holds no JSON object")

@@ -1,4 +1,5 @@
-"""A checkpoint that a stranger made runs none of the stranger's code, and a damaged index is refused in one line."""
+"""A checkpoint that a stranger made runs none of the stranger's code, and a damaged index is refused in one line. So is
+the config of a model that has values of other kinds."""
 
 import json
 import pickle
@@ -15,6 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from dflop.base import UserError
+from dflop.config import ModelConfig
+from dflop.models import load_model_spec
+from dflop.models.family import family_names, family_of
 from dflop.train.adamw import Piece
 from dflop.train.checkpoint import load_checkpoint, save_checkpoint
 from dflop.train.checkpoint_index import IndexReader
@@ -157,3 +161,27 @@ def test_an_index_that_changes_a_class_is_refused_and_the_class_is_as_it_was(che
     with pytest.raises(UserError, match=r"\.metadata: it sets attributes of what is no entry, as no"):
         IndexReader(tmp_path).read_metadata()
     assert callable(Path.exists)
+
+
+def with_another_value(content: bytes, rng: random.Random) -> bytes:
+    """A JSON object in which a value, at whatever depth, became another one."""
+    whole = holder = json.loads(content)
+    key = rng.choice(list(holder))
+    while isinstance(holder[key], (dict, list)) and holder[key] and rng.random() < 0.8:
+        holder = holder[key]
+        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+    holder[key] = rng.choice((-1, 0, 1, 10**7, 2**70, 0.5, float("nan"), None, "", "x", [], {}, [1, 2], {"a": 1}, True))
+    return json.dumps(whole).encode()
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_a_config_of_a_model_with_values_of_other_kinds_is_read_or_refused(family, tmp_path):
+    def read(path: Path) -> None:
+        load_model_spec(ModelConfig(family=family, path=str(path.parent)))
+
+    preset = family_of(family).presets["tiny"] | {"model_type": family}
+    good = {"config.json": json.dumps(preset).encode()}
+    fuzz(good, read, UserError, tmp_path, damage=with_another_value, num_files=100)
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        read(tmp_path / "config.json")
