@@ -68,6 +68,18 @@ class MediaLimits:
             raise unreadable(name, "no image size in its header")
         self._check(name, f"{width} x {height} are", width * height, "pixels", "max_image_pixels")
 
+    def check_pictures(self, num_pixels: int) -> None:
+        """Refuse the pictures of a record that have more pixels together than a clip or a single picture may have: a
+        loader holds all of them at once.
+
+        Raises:
+            RecordError: unreadable_media.
+        """
+        most = max(self.max_clip_pixels, self.max_image_pixels)
+        if num_pixels > most:
+            why = f"its pictures have {num_pixels:,} pixels together, over {most:,} (`data.max_clip_pixels`)"
+            raise RecordError("unreadable_media", why)
+
     def check_clip(self, name: str, num_frames: int, width: int, height: int) -> None:
         """Refuse a clip whose frames have more than `MOST_FRAME_PIXELS`, or the `num_frames` frames that are used more
         than `max_clip_pixels` together.

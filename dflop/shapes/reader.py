@@ -4,6 +4,7 @@ Profiling and training both read records through this file, so that training mak
 the media's headers; training takes the sizes that profiling stored.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -117,7 +118,9 @@ class ShapeReader:
             RecordError: missing_media, path_escape or unreadable_media.
         """
         num_images = sum(medium.kind == "image" for medium in record.media)
-        return [self._read_medium(medium, media_root, num_images) for medium in record.media]
+        shapes = [self._read_medium(medium, media_root, num_images) for medium in record.media]
+        self.limits.check_pictures(sum(math.prod(shape.size) for shape in shapes if shape.kind == "image"))
+        return shapes
 
     def stored_media(self, record: Record, sizes: Sequence[MediumSize]) -> list[MediumShape]:
         """What `read_media` gave for a record when it was profiled, from the sizes that were stored then.

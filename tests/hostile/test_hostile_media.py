@@ -255,6 +255,16 @@ def test_a_clip_of_too_many_pixels_is_refused_by_its_header(reader):
     assert profiled(reader, medium, Path()).num_frames == 2
 
 
+def test_a_record_of_many_pictures_is_refused_by_the_pixels_of_all(reader, tmp_path):
+    """A loader holds them at once, and one file may be named a thousand times."""
+    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
+    strict = replace(reader, data=replace(reader.data, max_clip_pixels=600, max_image_pixels=200))
+    assert len(strict.read_media(Record(None, (Medium("image", "a.png"),) * 3, ()), tmp_path)) == 3
+    for medium in (Medium("image", "a.png"), Medium("image", "a.png", size=(20, 10))):
+        with pytest.raises(RecordError, match=r"its pictures have 800 pixels together, over 600 "):
+            strict.read_media(Record(None, (medium,) * 4, ()), tmp_path)
+
+
 HASTY = {
     "clip.mkv": clip("mkv", "mpeg4"),
     "clip.mp4": clip("mp4", "mpeg4"),
