@@ -163,7 +163,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
         _SUMMARY.validate_python(values)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()[:20])
         raise UserError(f"{path} is damaged ({reason}); `dflop train` writes it again") from None
     return values

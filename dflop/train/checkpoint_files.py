@@ -58,6 +58,13 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     run = _read_json(checkpoint / "run.json")
     if not isinstance(run.get("step"), int) or not isinstance(run.get("restarts"), int):
         raise Damaged("its run.json names no step")
+    match run.get("generation", {"weights": {}, "prices": ""}):
+        case {"weights": dict(weights), "prices": str(), **others} if not others:
+            is_known = all(isinstance(value, str) for value in weights.values())
+        case _:
+            is_known = False
+    if not is_known:
+        raise Damaged("its run.json names no generation")
     if run["step"] != _step_of(checkpoint):
         raise Damaged(f"its run.json is of step {run['step']}")
     return run
@@ -115,7 +122,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise Damaged("it is no folder") from None
     except FileNotFoundError:
         raise Damaged(f"it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"its {path.name} cannot be read ({error})") from None
     if not isinstance(values, dict):
         raise Damaged(f"its {path.name} holds no mapping")

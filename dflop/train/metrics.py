@@ -37,6 +37,6 @@ def _step_of(line: bytes) -> dict[str, Any] | None:
     """The step that a line holds; None if the line is cut off or not a step's."""
     try:
         step = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return step if isinstance(step, dict) and isinstance(step.get("step"), int) and "loss" in step else None

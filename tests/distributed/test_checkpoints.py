@@ -64,6 +64,10 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def _name_no_generation(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"generation": {"weights": [1], "prices": ""}}))
+
+
 def _make_a_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_bytes(b"no folder")
@@ -80,6 +84,7 @@ DAMAGES = {
     "bytes": lambda newest: _cut(newest / "__0_0.distcp"),
     ".metadata is missing": lambda newest: (newest / ".metadata").unlink(),
     "its run.json cannot be read": lambda newest: _cut(newest / "run.json"),
+    "its run.json names no generation": lambda newest: _name_no_generation(newest / "run.json"),
     "it has no checksums.json": lambda newest: (newest / "checksums.json").unlink(),
     "it has no run.json": _empty,
     "it is no folder": _make_a_file,
