@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflop.base.errors import printable
 
-__all__ = ["cache_folder", "set_torn_aside", "written_whole"]
+__all__ = ["cache_folder", "set_torn_aside", "temporary_folder", "written_whole"]
 
 
 @contextlib.contextmanager
@@ -48,11 +48,11 @@ def cache_folder() -> Path:
         user.mkdir(parents=True, exist_ok=True)
         if os.access(user, os.W_OK):
             return user
-    return _temporary_folder()
+    return temporary_folder()
 
 
 @functools.cache
-def _temporary_folder() -> Path:
+def temporary_folder() -> Path:
     """A folder in the system's temporary folder that only this user can enter. A later process finds it again, unless
     another user has taken its name."""
     folder = Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"

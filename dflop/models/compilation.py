@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from dflop.base.artifacts import temporary_folder
 from dflop.base.compilers import COMPILERS, find_compiler
 from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compile_log import keep_log, why_not_compiled
@@ -33,6 +34,8 @@ def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None
     warning, if they should be but cannot."""
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return False, None
+    # torch would take a folder of a known name in the temporary folder, whoever made it, and run what it finds there.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary_folder() / "compiled"))
     if missing := _missing_compiler(device):
         return False, f"`train.compile` is '{wanted}', and torch.compile finds no {missing}: layers stay eager"
     if reason := why_not_compiled(device):

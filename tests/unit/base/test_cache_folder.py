@@ -6,8 +6,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from torch._inductor.runtime import cache_dir_utils
 
 from dflop.base import artifacts
+from dflop.models import compilation
 
 
 @pytest.fixture
@@ -16,16 +19,16 @@ def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     monkeypatch.chdir(tmp_path)
-    artifacts._temporary_folder.cache_clear()
+    artifacts.temporary_folder.cache_clear()
     yield tmp_path
-    artifacts._temporary_folder.cache_clear()
+    artifacts.temporary_folder.cache_clear()
 
 
 def test_it_is_found_again_and_only_its_user_can_enter_it(temporary):
     found = artifacts.cache_folder()
     assert found == temporary / f"dflop-{os.getuid()}"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    artifacts._temporary_folder.cache_clear()
+    artifacts.temporary_folder.cache_clear()
     assert artifacts.cache_folder() == found
 
 
@@ -55,3 +58,12 @@ def test_a_name_that_another_user_may_have_taken_is_left_alone(temporary, take):
     assert found != taken
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
     assert artifacts.cache_folder() == found
+
+
+def test_what_torch_compiles_does_not_lie_where_another_user_may_have_put_something(temporary, monkeypatch):
+    """torch's own choice is `torchinductor_USER`, whoever made it, and it runs what it finds there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(compilation, "_missing_compiler", lambda device: "compiler")
+    compilation.compiles_layers("on", torch.device("cpu"))
+    assert cache_dir_utils.cache_dir() == str(temporary / f"dflop-{os.getuid()}/compiled")
