@@ -66,9 +66,13 @@ def _opened(path: Path, made_by: str) -> Iterator["duckdb.DuckDBPyConnection"]:
     if not path.is_file():
         raise UserError(f"{path} does not exist; make it with `dflop {made_by}`")
     try:
-        # A file from elsewhere could hold a view of any file of the user's, or be one of SQLite's, for which DuckDB
-        # would fetch an extension from the internet.
-        with duckdb.connect(str(path), read_only=True, config={"enable_external_access": "false"}) as connection:
+        with path.open("rb") as file:
+            # For one of SQLite's DuckDB would fetch an extension from the internet.
+            if file.read(12)[8:] != b"DUCK":
+                raise duckdb.Error("it does not begin as one")
+        with duckdb.connect(str(path), read_only=True) as connection:
+            # A view of a file from elsewhere could read any file of the user's.
+            connection.execute("SET enable_external_access = false")
             found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
             if found != [(str(SCHEMA_VERSION),)]:
                 raise UserError(
