@@ -144,15 +144,19 @@ DATA = ["--shapes", "shapes.duckdb", "--costs", "costs.duckdb"]
 COMMANDS = {
     "plot-shapes": [*DATA[:2], "--out", "shapes.svg"],
     "plan": DATA,
+    "plan --loading": [*DATA, "--loading", "loading.parquet"],
+    "fit-costs": ["llm.parquet", "--out", "again.duckdb"],
     "compare": [*DATA, "--out", "compared.parquet"],
     "schedule": [*DATA, "--plan", "plan.yaml", "--out", "again.parquet"],
     "train": [*DATA, "--plan", "plan.yaml", "--out", "again"],
     "report": ["--run", ".", "--out", "report"],
 }
 READERS = {
-    "shapes.duckdb": COMMANDS,
+    "shapes.duckdb": ["plot-shapes", "plan", "compare", "schedule", "train", "report"],
     "costs.duckdb": ["plan", "compare", "schedule", "train", "report"],
     "plan.yaml": ["schedule", "train", "report"],
+    "loading.parquet": ["plan --loading"],
+    "llm.parquet": ["fit-costs"],
     **{f"{table}.parquet": ["report"] for table in ("candidates", "schedule")},
     **{f"train/{file}": ["report"] for file in ("observations.duckdb", "metrics.jsonl", "summary.json")},
 }
@@ -173,6 +177,8 @@ def reported(write_made_up_costs, tmp_path_factory) -> Path:
     folder = reported_runs.make_run(tmp_path_factory.mktemp("run"), write_made_up_costs)
     for path in [*folder.glob("[cs]*.parquet")]:
         write_parquet(pl.read_parquet(path), path)
+    for name in ("loading", "llm"):  # that what is damaged was another table does not matter
+        write_parquet(TABLE, folder / f"{name}.parquet")
     (folder / "train/other.duckdb").write_bytes((folder / "costs.duckdb").read_bytes())
     (folder / "other.yaml").write_text("run: a\n")
     (folder / "train/other.json").write_text("[1, 2]")
@@ -204,8 +210,8 @@ def test_each_command_refuses_a_damaged_file_of_a_run_in_a_line_that_says_what_m
     monkeypatch.chdir(reported)
     config = {"cluster": {"devices_per_node": 2}, "schedule": {"policy": "lpt"}, "train": {"global_batch_size": 16}}
     config |= {"data": {"sources": [{"path": "train.json"}]}}
-    given = [] if command == "plot-shapes" else ["--config", json.dumps(config)]
-    monkeypatch.setattr(sys, "argv", ["dflop", command, *given, *COMMANDS[command]])
+    given = [] if command in ("plot-shapes", "fit-costs") else ["--config", json.dumps(config)]
+    monkeypatch.setattr(sys, "argv", ["dflop", command.split()[0], *given, *COMMANDS[command]])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capfd.readouterr().err
