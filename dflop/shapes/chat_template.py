@@ -38,6 +38,8 @@ _REFUSALS = (
     MemoryError,
 )
 _MAX_CHARACTERS = 1 << 20
+# Of all renderings of a conversation together, which takes some ten seconds.
+_MOST_STEPS_OF_ALL = 10_000_000
 _WAY_OUT = "copy it again from where the checkpoint is from, or mend it"
 # The roles of the conversations that a template is tried with: some refuse a system turn, others a lone user turn.
 _TRIED_ROLES = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
@@ -110,11 +112,15 @@ class ChatTemplate:
                 cannot be determined.
         """
         messages = self._messages(turns)
-        whole = self._run(messages)
+        steps = _steps_for(messages)
+        whole = self._run(messages, steps=steps)
         if self._has_blocks:
             found = self._blocks(messages)
             if found and found[0] == whole:
                 return whole, [(start, _extended(whole, end, self._ending)) for start, end in found[1]]
+        num_answers = sum(message.role == "assistant" for message in messages)
+        if num_answers * steps.taken > _MOST_STEPS_OF_ALL:  # each answer is found by renderings of its own
+            raise RecordError("bad_record", f"{num_answers:,} answers take the tokenizer's chat template too long")
         return whole, self._spans_behind_prompts(messages, whole)
 
     def _blocks(self, messages: Sequence[_Message]) -> Rendered | None:
@@ -169,12 +175,19 @@ class ChatTemplate:
         except RecordError:
             return None
 
-    def _run(self, messages: Sequence[_Message], *, prompt: bool = False, marks: str | None = None) -> str:
+    def _run(
+        self,
+        messages: Sequence[_Message],
+        *,
+        prompt: bool = False,
+        marks: str | None = None,
+        steps: Steps | None = None,
+    ) -> str:
         """The rendered text, with `marks` around generation blocks."""
         given = self._given | {
             "messages": [self._as_given(message) for message in messages],
             "add_generation_prompt": prompt,
-            STEPS: Steps(sum(len(message.text) for message in messages)),
+            STEPS: steps or _steps_for(messages),
         }
         if marks:
             given[MARKS] = marks
@@ -265,6 +278,10 @@ class ChatTemplate:
                 behind = re.compile(rf"\s*(?:{tokens})").match(text, blocks[len(blocks) // num - 1][1])
                 endings.add(behind[0] if behind else "")
         return endings.pop() if len(endings) == 1 else ""
+
+
+def _steps_for(messages: Sequence[_Message]) -> Steps:
+    return Steps(sum(len(message.text) for message in messages))
 
 
 def _extended(text: str, end: int, ending: str) -> int:

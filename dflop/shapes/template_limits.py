@@ -52,7 +52,11 @@ class Steps:
 
     def __init__(self, num_characters: int) -> None:
         """`num_characters`: of the conversation."""
-        self.left = _MOST_STEPS + 10 * num_characters
+        self.left = self._all = _MOST_STEPS + 10 * num_characters
+
+    @property
+    def taken(self) -> int:
+        return self._all - self.left
 
     def pay(self, steps: int) -> None:
         """Take so many steps.

@@ -185,6 +185,15 @@ def test_a_made_up_template_renders_or_is_refused(tmp_path):
     fuzz({"chat.jinja": usual}, render, (UserError, RecordError), tmp_path, damage=template, num_files=20, most_s=60)
 
 
+def test_a_conversation_of_thousands_of_turns_costs_its_record_and_not_hours():
+    """Each answer is found by renderings of all turns before it: 2,000 turns took 14 s, and 60,000 would take hours."""
+    chat = ChatTemplate("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    turns = [Turn("user", "a"), Turn("assistant", "b")]
+    assert len(chat.render(turns * 100)[1]) == 100
+    with pytest.raises(RecordError, match="30,000 answers take the tokenizer's chat template too long"):
+        chat.render(turns * 30_000)
+
+
 # What reaches Python's internals, other files or modules from a template that is not held.
 ESCAPES = [
     "''.__class__.__mro__[1].__subclasses__()",
