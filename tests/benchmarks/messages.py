@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit/step"))
 from drawn_plans import orders
 from test_streams import assert_ends
 
+from dflop.base.devices import COMMUNICATOR_BYTES
 from dflop.plan import Grid, Plan
-from dflop.step import make_program, num_communicators
+from dflop.step import communicator_bytes, make_program, num_communicators
 from dflop.step.check import FEWEST_SMS
 from dflop.step.routes import channels_of, lanes_of, make_routes
 from dflop.train.groups import rank_groups
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="draws other plans")
     arguments = parser.parse_args()
-    print(f"python {' '.join(sys.argv)}\n\n{'':28}{'one a pair':>12}{'now':>6}{'calls':>7}")
+    print(f"python {' '.join(sys.argv)}\n\n{'':28}{'one a pair':>12}{'now':>6}{'calls':>7}{'GB':>7}")
     for num_ranks, num_encoding, pp in CLUSTERS:
         print_cluster(num_ranks, num_encoding, pp)
     follow(arguments.plans, arguments.seed)
@@ -64,7 +65,8 @@ def print_cluster(num_ranks: int, num_encoding: int, pp: int) -> None:
     before = 1 + max(of_rank[rank] + of_groups[rank] for rank in range(num_ranks))  # with that of the world
     calls = len(channels_of(program.edges, routes)) + len({*groups.values()})
     name = f"{num_ranks:,} ranks, {plan.placement}, {pp} stages"
-    print(f"{name:<28}{before:>12,}{num_communicators(plan, is_tied=False):>6}{calls:>7}", flush=True)
+    held = f"{communicator_bytes(plan, COMMUNICATOR_BYTES, is_tied=False) / 1e9:.2f}"
+    print(f"{name:<28}{before:>12,}{num_communicators(plan, is_tied=False):>6}{calls:>7}{held:>7}", flush=True)
 
 
 def follow(num_plans: int, drawn_from: int) -> None:
