@@ -5,8 +5,9 @@ settings are written without it.
 """
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BaseImageProcessor
 
+from dflop.base import UserError
 from dflop.models.microbatch import PixelValues
 
 __all__ = ["pixel_values_of", "read_image_processor", "write_processor"]
@@ -24,17 +26,48 @@ _FILES = (_PROCESSOR, _IMAGES, "video_preprocessor_config.json")
 _SHARED = ("size", "resample", "do_resize", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 _SHARED += ("patch_size", "temporal_patch_size", "merge_size")
 
+# What a checkpoint's image processor decides of pictures' values. Sizes follow from the model, as shapes do: others
+# would give other items than were counted, in any amount.
+_OF_VALUES: Mapping[str, Callable[[Any], bool]] = {
+    "resample": lambda value: type(value) is int and 0 <= value <= 5,
+    "do_rescale": lambda value: isinstance(value, bool),
+    "rescale_factor": lambda value: _is_number(value),
+    "do_normalize": lambda value: isinstance(value, bool),
+    "image_mean": lambda value: isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)),
+    "image_std": lambda value: (
+        isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)) and all(value)
+    ),
+}
+
 _Images = TypeVar("_Images", bound=BaseImageProcessor)
 
 
 def read_image_processor(checkpoint: Path | None, usual: _Images) -> _Images:
-    """The checkpoint's image processor, with the `size` of the usual one; the usual one if the checkpoint has none."""
+    """The usual image processor, with a checkpoint's resampling, rescaling and normalising, if the checkpoint has one.
+
+    Raises:
+        UserError: naming the file and the key whose value is of another kind.
+    """
     if checkpoint is None:
         return usual
-    whole = _read(checkpoint / _PROCESSOR)
-    if "image_processor" in whole or (checkpoint / _IMAGES).is_file():
-        return type(usual).from_pretrained(checkpoint, size=usual.to_dict()["size"])
-    return usual
+    path = checkpoint / _PROCESSOR
+    fields = _read(path).get("image_processor")
+    if fields is None:
+        path = checkpoint / _IMAGES
+        fields = _read(path)
+    own = {key: fields[key] for key in _OF_VALUES if fields.get(key) is not None}
+    for key, value in own.items():
+        if not _OF_VALUES[key](value):
+            raise UserError(f"{path} has `{key}` {json.dumps(value)[:80]}; take the file from the checkpoint again")
+    return type(usual).from_dict(usual.to_dict() | own)
+
+
+def _is_colour(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def pixel_values_of(processor: PilBackend, plane: int) -> PixelValues:
@@ -95,4 +128,10 @@ def _name_tokens(path: Path, named_tokens: Mapping[str, str], template_tokens: M
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("image_processor", {}), dict):
+        raise UserError(f"{path} holds no settings of a processor; take the file from the checkpoint again")
+    return fields

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzzing import damaged, fuzz
+from PIL import Image
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from dflop.base import UserError
 from dflop.config import ModelConfig
-from dflop.models import load_model_spec
+from dflop.models import load_model_spec, load_runtime
 from dflop.models.family import family_names, family_of
 from dflop.train.adamw import Piece
 from dflop.train.checkpoint import load_checkpoint, save_checkpoint
@@ -185,3 +186,35 @@ def test_a_config_of_a_model_with_values_of_other_kinds_is_read_or_refused(famil
     (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         read(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_an_image_processor_of_another_order_makes_the_items_that_were_counted(family, tmp_path):
+    spec = load_model_spec(ModelConfig(family=family, preset="tiny"))
+    made, (height, width) = load_runtime(family).processors["vision"], (90, 130)
+    huge = {"height": 10**6, "width": 10**6}
+    fields = {"size": huge, "crop_size": huge, "do_center_crop": True, "patch_size": 10**6, "max_patches": 10**6}
+    fields |= {
+        "min_pixels": 10**12,
+        "merge_size": 50,
+        "image_grid_pinpoints": [[10**6, 10**6]],
+        "image_mean": [0.1] * 3,
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    picture = Image.new("RGB", (width, height))
+    usual, own = made(spec), made(spec, tmp_path)
+    shapes = [[items.shape for items in processor.images([picture])] for processor in (usual, own)]
+    assert shapes[0] == shapes[1]
+    assert list(own.processor.image_mean) == [0.1] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("image_mean", "red"), ("image_std", [1, 0, 1]), ("rescale_factor", 1e999), ("do_rescale", []), ("resample", 99)],
+)
+def test_an_image_processor_with_values_of_other_kinds_is_refused_in_a_line(key, value, tmp_path):
+    spec = load_model_spec(ModelConfig(family="llava_onevision", preset="tiny"))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(UserError, match=f"preprocessor_config.json has `{key}`") as refused:
+        load_runtime("llava_onevision").processors["vision"](spec, tmp_path)
+    assert "\n" not in str(refused.value)

@@ -22,8 +22,7 @@ class LlavaOnevisionPixels:
         self.spec, self.checkpoint, side = spec, checkpoint, spec.rules.image_size
         usual = LlavaOnevisionImageProcessorPil(size={"height": side, "width": side})
         self.processor = read_image_processor(checkpoint, usual)
-        if spec.hf_config.get("image_grid_pinpoints"):
-            self.processor.image_grid_pinpoints = spec.hf_config["image_grid_pinpoints"]
+        self.processor.image_grid_pinpoints = [list(pair) for pair in spec.rules.grid_pinpoints]
         self.item_shape, self.pixel_values = (3, side, side), pixel_values_of(self.processor, side**2)
 
     def save(self, folder: Path) -> None:
