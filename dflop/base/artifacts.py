@@ -51,11 +51,15 @@ def cache_folder() -> Path:
     return temporary_folder()
 
 
-@functools.cache
 def temporary_folder() -> Path:
     """A folder in the system's temporary folder that only this user can enter. A later process finds it again, unless
     another user has taken its name."""
-    folder = Path(tempfile.gettempdir()) / f"dflop-{os.getuid()}"
+    return _own_folder_in(tempfile.gettempdir())
+
+
+@functools.cache
+def _own_folder_in(directory: str) -> Path:
+    folder = Path(directory) / f"dflop-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = folder.lstat()

@@ -19,16 +19,14 @@ def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     monkeypatch.chdir(tmp_path)
-    artifacts.temporary_folder.cache_clear()
-    yield tmp_path
-    artifacts.temporary_folder.cache_clear()
+    return tmp_path
 
 
 def test_it_is_found_again_and_only_its_user_can_enter_it(temporary):
     found = artifacts.cache_folder()
     assert found == temporary / f"dflop-{os.getuid()}"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    artifacts.temporary_folder.cache_clear()
+    artifacts._own_folder_in.cache_clear()  # as a later process
     assert artifacts.cache_folder() == found
 
 

@@ -13,7 +13,7 @@ from dflop.config import ClusterConfig
 from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import Assignment, Pricer, alone_bytes, describe_left_out, leave_out_too_large
-from dflop.step import num_communicators
+from dflop.step import communicator_bytes
 
 properties = settings(max_examples=60)
 ROOMY = ClusterConfig(num_nodes=4, devices_per_node=8, memory_gib=64.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
@@ -41,9 +41,9 @@ def make_pricer(costs, tiny_spec):
 def test_communicators_take_memory_of_gpus_alone(make_pricer, tiny_spec):
     plan = make_plan("disjoint", "1f1b", 2, 2, 4, 1)
     on_cpus, on_gpus = (make_pricer(plan, device=device).memory.held_bytes(np.zeros(1)) for device in ("cpu", "cuda"))
-    number = num_communicators(plan, is_tied=tiny_spec.has_tied_head)
-    assert number > 1
-    assert on_gpus - on_cpus == pytest.approx(1e7 * number)
+    held_bytes = communicator_bytes(plan, 1e7, is_tied=tiny_spec.has_tied_head)
+    assert held_bytes > 1e7
+    assert on_gpus - on_cpus == pytest.approx(held_bytes)
 
 
 @properties
