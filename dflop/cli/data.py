@@ -119,8 +119,10 @@ def _family_of(model: Path) -> str:
     path = model / "config.json"
     try:
         kind = json.loads(path.read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is no model's config with a `model_type`; give --model a model's folder") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        kind = None
+    if not isinstance(kind, str):
+        raise UserError(f"{path} is no model's config with a `model_type`; give --model a model's folder")
     if family := family_for(kind):
         return family
     raise UserError(f"{path}: model_type {kind!r} is not supported; these are: {', '.join(family_names())}")

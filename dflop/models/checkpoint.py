@@ -18,6 +18,7 @@ __all__ = [
     "check_weights",
     "part_of_config",
     "read_hf_config",
+    "read_image_fields",
     "read_processor",
     "weights_digest",
 ]
@@ -115,10 +116,32 @@ def read_processor(folder: Path) -> dict[str, Any]:
         UserError: when a file cannot be read.
     """
     whole = _read_fields(folder / "processor_config.json") or {}
-    images = whole.get("image_processor") or _read_fields(folder / "preprocessor_config.json") or {}
-    videos = whole.get("video_processor") or _read_fields(folder / "video_preprocessor_config.json") or images
+    _, images = read_image_fields(folder)
+    videos = _section(folder, whole, "video_processor") or _read_fields(folder / "video_preprocessor_config.json")
+    videos = videos or images
     own = {key: value for key, value in whole.items() if not isinstance(value, dict)}
     return own | images | {"video_processor": videos}
+
+
+def read_image_fields(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The fields of a checkpoint's image processor, and the file that has them; none if it has no image processor.
+
+    Raises:
+        UserError: when a file cannot be read.
+    """
+    path = folder / "processor_config.json"
+    if fields := _section(folder, _read_fields(path) or {}, "image_processor"):
+        return path, fields
+    path = folder / "preprocessor_config.json"
+    return path, _read_fields(path) or {}
+
+
+def _section(folder: Path, whole: Mapping[str, Any], key: str) -> dict[str, Any]:
+    section = whole.get(key) or {}
+    if not isinstance(section, dict):
+        path = folder / "processor_config.json"
+        raise UserError(f"{path} has `{key}` {_shown(section)}; it must hold keys and values as Hugging Face writes")
+    return section
 
 
 def check_output_width(name: str, field: str, width: int, text_config: Mapping[str, Any]) -> None:
@@ -158,7 +181,10 @@ def _tensor_names(folder: Path) -> Iterator[str]:
     """The names of the tensors in all safetensors files, from their index or else from each file's header."""
     index = _read_fields(folder / "model.safetensors.index.json")
     if index is not None:
-        yield from index.get("weight_map", {})
+        weights = index.get("weight_map")
+        if not isinstance(weights, dict):
+            raise UserError(f"{folder / 'model.safetensors.index.json'} has no `weight_map` of names; copy it again")
+        yield from weights
         return
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -173,9 +199,12 @@ def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
     """
     length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
     try:
-        return json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+        header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
     except (ValueError, RecursionError):
-        raise UserError(f"{path} is no safetensors file, or it is cut off; copy it again") from None
+        header = None
+    if isinstance(header, dict):
+        return header
+    raise UserError(f"{path} is no safetensors file, or it is cut off; copy it again")
 
 
 def _read_fields(path: Path) -> dict[str, Any] | None:

@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 _HOW_TO_ADD = "dflop/models/README.md says how to add another"
-_NUMBERS_OF_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "depth", "encoder_layers"), 10_000
+_SIDES = ("image_size", "patch_size")
+_MOST = dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 10_000) | dict.fromkeys(_SIDES, 8192)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,11 +169,11 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
         )
     processor = read_processor(folder)
     try:
-        _check_layers(hf_config)
+        _check_numbers(hf_config)
         spec = family.make_spec(folder.name, hf_config, processor)
     except UserError:
         raise
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # values of other kinds
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise UserError(
             f"the config.json of {folder}, or its processor's, has a value that no {family.name} has ({error}); "
             "copy it again from where the checkpoint is from"
@@ -180,14 +181,16 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
     return spec
 
 
-def _check_layers(hf_config: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers that are none, or so large that a loop over them would not end."""
+def _check_numbers(hf_config: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers that are none, or so large that a loop over them would not end, and sides of an
+    encoder's items with which one item fills a loader's memory."""
     for key, value in hf_config.items():
-        if key in _NUMBERS_OF_LAYERS:
-            if type(value) is not int or not 0 < value <= _MOST_LAYERS:
-                raise ValueError(f"`{key}` is {value!r}; it must be 1 to {_MOST_LAYERS:,}")
+        if key in _MOST:
+            for number in value if key in _SIDES and isinstance(value, list) else (value,):
+                if type(number) is not int or not 0 < number <= _MOST[key]:
+                    raise ValueError(f"`{key}` is {value!r}; it must be 1 to {_MOST[key]:,}")
         elif isinstance(value, dict):
-            _check_layers(value)
+            _check_numbers(value)
 
 
 def model_digest(model: ModelConfig) -> str:

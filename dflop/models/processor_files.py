@@ -5,7 +5,6 @@ settings are written without it.
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dflop.base import UserError
+from dflop.models.checkpoint import read_image_fields
 from dflop.models.microbatch import PixelValues
 
 __all__ = ["pixel_values_of", "read_image_processor", "write_processor"]
@@ -28,15 +28,16 @@ _SHARED += ("patch_size", "temporal_patch_size", "merge_size")
 
 # What a checkpoint's image processor decides of pictures' values. Sizes follow from the model, as shapes do: others
 # would give other items than were counted, in any amount.
-_OF_VALUES: Mapping[str, Callable[[Any], bool]] = {
-    "resample": lambda value: type(value) is int and 0 <= value <= 5,
-    "do_rescale": lambda value: isinstance(value, bool),
-    "rescale_factor": lambda value: _is_number(value),
-    "do_normalize": lambda value: isinstance(value, bool),
-    "image_mean": lambda value: isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)),
-    "image_std": lambda value: (
-        isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)) and all(value)
-    ),
+_OF_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "resample": (lambda value: type(value) is int and 0 <= value <= 5, "one of PIL's filters, 0 to 5"),
+    "do_rescale": (lambda value: isinstance(value, bool), "true or false"),
+    "rescale_factor": (lambda value: _is_number(value), "a number"),
+    "do_normalize": (lambda value: isinstance(value, bool), "true or false"),
+    "image_mean": (lambda value: _is_colour(value), "a list of three numbers"),
+    "image_std": (lambda value: _is_colour(value) and all(value), "a list of three numbers that are not 0"),
+    # These are looked at alone: with other values the pictures would have other sizes than transformers gives them.
+    "do_resize": (lambda value: value is True, "true: every picture is resized as the model's rules say"),
+    "do_center_crop": (lambda value: value is False, "false: nothing is cropped off"),
 }
 
 _Images = TypeVar("_Images", bound=BaseImageProcessor)
@@ -50,15 +51,12 @@ def read_image_processor(checkpoint: Path | None, usual: _Images) -> _Images:
     """
     if checkpoint is None:
         return usual
-    path = checkpoint / _PROCESSOR
-    fields = _read(path).get("image_processor")
-    if fields is None:
-        path = checkpoint / _IMAGES
-        fields = _read(path)
+    path, fields = read_image_fields(checkpoint)
     own = {key: fields[key] for key in _OF_VALUES if fields.get(key) is not None}
     for key, value in own.items():
-        if not _OF_VALUES[key](value):
-            raise UserError(f"{path} has `{key}` {json.dumps(value)[:80]}; take the file from the checkpoint again")
+        is_good, wanted = _OF_VALUES[key]
+        if not is_good(value):
+            raise UserError(f"{path} has `{key}` {json.dumps(value)[:80]}; it must be {wanted}")
     return type(usual).from_dict(usual.to_dict() | own)
 
 
@@ -67,7 +65,7 @@ def _is_colour(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e30
 
 
 def pixel_values_of(processor: PilBackend, plane: int) -> PixelValues:
@@ -128,10 +126,4 @@ def _name_tokens(path: Path, named_tokens: Mapping[str, str], template_tokens: M
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(fields, dict) or not isinstance(fields.get("image_processor", {}), dict):
-        raise UserError(f"{path} holds no settings of a processor; take the file from the checkpoint again")
-    return fields
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -19,8 +19,9 @@ MESSAGE_CTAS = 4
 # Thread blocks that a collective is taken to have: as many channels as NCCL reports on nodes with NVSwitch.
 COLLECTIVE_CTAS = 24
 # Bytes of a channel of messages, as a share of those of a communicator for collectives: NCCL has buffers for each
-# thread block. On an H200 alone in its world they were 29 and 408 MB; connections to others are taken to come on top.
-CHANNEL_SHARE = 0.1
+# thread block. On an H200 alone in its world they were 29 and 408 MB. Buffers of connections to other ranks come on
+# top, which nobody has measured here: they are taken to be 0.2 GB.
+CHANNEL_SHARE = 0.6
 
 
 def num_communicators(plan: Plan, *, is_tied: bool = True) -> int:

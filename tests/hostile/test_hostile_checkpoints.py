@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from dflop.base import UserError
+from dflop.cli import main
 from dflop.config import ModelConfig
 from dflop.models import load_model_spec, load_runtime
 from dflop.models.family import family_names, family_of
@@ -193,7 +194,7 @@ def test_an_image_processor_of_another_order_makes_the_items_that_were_counted(f
     spec = load_model_spec(ModelConfig(family=family, preset="tiny"))
     made, (height, width) = load_runtime(family).processors["vision"], (90, 130)
     huge = {"height": 10**6, "width": 10**6}
-    fields = {"size": huge, "crop_size": huge, "do_center_crop": True, "patch_size": 10**6, "max_patches": 10**6}
+    fields = {"size": huge, "crop_size": huge, "patch_size": 10**6, "max_patches": 10**6}
     fields |= {
         "min_pixels": 10**12,
         "merge_size": 50,
@@ -210,7 +211,10 @@ def test_an_image_processor_of_another_order_makes_the_items_that_were_counted(f
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("image_mean", "red"), ("image_std", [1, 0, 1]), ("rescale_factor", 1e999), ("do_rescale", []), ("resample", 99)],
+    [
+        *[("image_mean", "red"), ("image_std", [1, 0, 1]), ("rescale_factor", 10**400), ("rescale_factor", 1e999)],
+        *[("do_rescale", []), ("resample", 99), ("do_resize", False), ("do_center_crop", True)],
+    ],
 )
 def test_an_image_processor_with_values_of_other_kinds_is_refused_in_a_line(key, value, tmp_path):
     spec = load_model_spec(ModelConfig(family="llava_onevision", preset="tiny"))
@@ -218,3 +222,37 @@ def test_an_image_processor_with_values_of_other_kinds_is_refused_in_a_line(key,
     with pytest.raises(UserError, match=f"preprocessor_config.json has `{key}`") as refused:
         load_runtime("llava_onevision").processors["vision"](spec, tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("processor_config.json", '{"image_processor": [1]}'),
+        ("processor_config.json", '{"video_processor": "x"}'),
+        ("preprocessor_config.json", "[1]"),
+        ("model.safetensors.index.json", '{"weight_map": [1, 2]}'),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors", "\x05\0\0\0\0\0\0\0[1,2]"),
+        ("config.json", '{"model_type": ["llava_onevision"]}'),
+        ("config.json", '{"a":' * 3000 + "1" + "}" * 3000),
+        ("config.json", '{"vision_config": {"image_size": 40000, "patch_size": 20000}}'),
+    ],
+)
+def test_a_file_of_a_model_with_values_of_other_kinds_is_refused_in_a_line(
+    name, content, tmp_path, monkeypatch, capsys
+):
+    fields = dict(family_of("llava_onevision").presets["tiny"])
+    if "vision_config" in content:
+        content = json.dumps(fields | json.loads(content))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / name).write_text(content)
+    (tmp_path / "train.json").write_text("[]")
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load_model_spec(ModelConfig(family="llava_onevision", path=str(tmp_path)))
+    command = ["shapes", tmp_path / "train.json", "--model", tmp_path, "--out", tmp_path / "shapes.duckdb"]
+    monkeypatch.setattr("sys.argv", ["dflop", *map(str, command)])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert len(said.splitlines()) == 1

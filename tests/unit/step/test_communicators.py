@@ -36,7 +36,7 @@ def test_the_ends_of_a_pipeline_have_a_communicator_only_where_they_share_a_tied
     assert ("ends", "llm") not in rank_groups(make_program(plan, rank=0), is_tied=False)
 
 
-def test_a_channel_of_messages_takes_a_tenth_of_a_communicator_for_collectives():
+def test_a_channel_of_messages_takes_a_share_of_a_communicator_for_collectives():
     llm = Grid(module="llm", num_ranks=2, pp=2)
     plan = Plan(placement="monolithic", grids=(Grid(module="vision", num_ranks=1), llm), num_microbatches=2)
     num_channels = num_communicators(plan, is_tied=False) - 1  # all but the world's
