@@ -4,11 +4,21 @@ from copy import deepcopy
 
 import torch
 
+from dflop.base import UserError
 from dflop.costs.measure import Bench
-from dflop.models import ModelSpec, family_of
+from dflop.models import ModelSpec, family_of, load_runtime
 from tests.gpu.check import Setting
 
-__all__ = ["bench_of", "spec_of"]
+__all__ = ["bench_of", "spec_of", "why_left_out"]
+
+
+def why_left_out(family: str) -> str | None:
+    """Why a family's models cannot be built with the packages that are here; None if they can."""
+    try:
+        load_runtime(family)
+    except UserError as needs:
+        return str(needs)
+    return None
 
 
 def spec_of(family: str, preset: str, setting: Setting) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""The checks of the kit, in the order in which they run."""
+"""The checks of the kit. The timed ones run in this order, behind the others."""
 
 from dflop.base.devices import COMMUNICATOR_BYTES
 from tests.gpu.check import Check, at_least, at_most, between

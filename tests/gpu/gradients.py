@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from stage_cases import Case, build, forward
 
-from dflop.base import UserError
-from dflop.models import attention, family_names, load_runtime
+from dflop.models import attention, family_names
 from dflop.models.stages import Stage
+from tests.gpu.benches import why_left_out
 from tests.gpu.check import Figures, Setting
 
 __all__ = ["attention_kernels", "of_all_families"]
@@ -28,10 +28,8 @@ def of_all_families(setting: Setting) -> Figures:
     families = family_names()[-2:-1] if setting.is_tiny else family_names()
     for kernel in attention_kernels(setting.device):
         for family in families:
-            try:
-                load_runtime(family)
-            except UserError as needs:
-                figures[f"left out: {family}"] = str(needs)
+            if reason := why_left_out(family):
+                figures[f"left out: {family}"] = reason
                 continue
             for module in [own.name for own in Case(family=family).spec.modules]:
                 case = Case(family=family, module=module, precision="bf16", noise=_NOISE)

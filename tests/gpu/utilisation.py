@@ -12,12 +12,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dflop.base import UserError
 from dflop.costs.counted import CountedStage, counting
 from dflop.costs.design import Point
 from dflop.costs.made_up import MadeUpRuns
-from dflop.models import ModelSpec, load_runtime
-from tests.gpu.benches import bench_of, spec_of
+from dflop.models import ModelSpec
+from tests.gpu.benches import bench_of, spec_of, why_left_out
 from tests.gpu.check import Figures, Setting
 from tests.gpu.clock import data_sheet, seconds_of
 
@@ -59,10 +58,8 @@ def of_layers(setting: Setting) -> Iterator[Figures]:
     yield {"a product of 8192 x 8192 x 8192, FLOP/s": rate}
     peak = known.peak_flops_per_s if known else rate / 0.8
     for layers in _LAYERS[:2] if setting.is_fast else _LAYERS:
-        try:
-            load_runtime(layers.family)
-        except UserError as needs:
-            yield {f"left out: {layers.name}": str(needs)}
+        if reason := why_left_out(layers.family):
+            yield {f"left out: {layers.name}": reason}
             continue
         spec = spec_of(layers.family, layers.preset, setting)
         for is_compiled in (True, False) if layers.eager and not setting.is_fast else (True,):

@@ -24,8 +24,8 @@ __all__ = ["RUNTIME"]
 
 if not hasattr(modeling, "Qwen2_5OmniThinkerModel"):  # whose parts had other names before
     raise UserError(
-        "`model.family: qwen2_5_omni_thinker` needs transformers 5.21 or newer, and this is "
-        f"{transformers.__version__}: pip install 'transformers>=5.21'"
+        f"`model.family: qwen2_5_omni_thinker` cannot be built with transformers {transformers.__version__}: "
+        "pip install 'transformers>=5.23'"
     )
 
 # Checkpoints on the hub and from `save_pretrained` have the tensor names of the family's first version. In a checkpoint
