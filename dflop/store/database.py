@@ -69,7 +69,7 @@ def _opened(path: Path, made_by: str) -> Iterator["duckdb.DuckDBPyConnection"]:
         with path.open("rb") as file:
             # For one of SQLite's DuckDB would fetch an extension from the internet.
             if file.read(12)[8:] != b"DUCK":
-                raise duckdb.Error("it does not begin as one")
+                raise duckdb.Error("it is no file of DuckDB")
         with duckdb.connect(str(path), read_only=True) as connection:
             # A view of a file from elsewhere could read any file of the user's.
             connection.execute("SET enable_external_access = false")

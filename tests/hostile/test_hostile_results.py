@@ -102,7 +102,7 @@ def test_for_a_database_of_sqlite_no_program_is_fetched_from_the_internet(tmp_pa
     path = tmp_path / "costs.duckdb"
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE meta (key, value)")
-    with pytest.raises(UserError, match=r"costs\.duckdb is not a dflop database, .*does not begin as one"):
+    with pytest.raises(UserError, match=r"costs\.duckdb is not a dflop database, .*it is no file of DuckDB"):
         read_table(path, "device", made_by="fit-costs")
 
 
