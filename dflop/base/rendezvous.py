@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from dflop.base.folder_store import FolderStore
 
-__all__ = ["join_ranks", "register"]
+__all__ = ["join_ranks", "leave_ranks", "register"]
 
 _BACKEND = "dflop"
 _TIMEOUT, _ONE_TRY = timedelta(minutes=10), timedelta(seconds=20)
@@ -94,3 +95,16 @@ def join_ranks(backend: str, **options: Any) -> dist.Store:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=of_group, rank=rank, world_size=world_size, **options)
     return messages
+
+
+def leave_ranks() -> None:
+    """Leave all process groups in the order in which they were made, and at last that of all ranks. All ranks make
+    groups in one order, so none waits in a circle.
+
+    torch alone takes groups by their names. Those of split groups differ between ranks that are in other numbers of
+    groups (pytorch issue 190396), and NCCL ends a communicator on all of its ranks together.
+    """
+    for group in list(_world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    dist.destroy_process_group()

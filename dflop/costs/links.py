@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dflop.base import UserError, progress_bar
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.base.local_device import local_device
-from dflop.base.rendezvous import join_ranks
+from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.costs.link_model import COMMUNICATOR
 from dflop.store import LINKS_SCHEMA, write_parquet
 
@@ -200,7 +200,7 @@ def main() -> int:
     if is_main:
         write_parquet(frame, Path(request["out"]))
     dist.barrier()  # so that the file is there when any node's command ends
-    dist.destroy_process_group()
+    leave_ranks()
     return 0
 
 

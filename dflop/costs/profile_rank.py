@@ -20,7 +20,7 @@ from transformers.utils import logging
 from dflop.base import UserError, progress_bar
 from dflop.base.devices import COMMUNICATOR_BYTES, find_device
 from dflop.base.local_device import device_name, local_device
-from dflop.base.rendezvous import join_ranks
+from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.config import Config, load_config
 from dflop.costs.clocks import sm_mhz
 from dflop.costs.design import Design, LoadBounds, Point, fitted_depths, load_bounds
@@ -51,7 +51,7 @@ def main() -> int:
         return 2
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_ranks()
     return 0
 
 

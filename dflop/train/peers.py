@@ -3,11 +3,13 @@
 A thread on every rank writes signs of life (heartbeats) to the process group's key-value store, with the place where
 its main thread is. A rank whose task takes longer than allowed reads all signs twice. It then names the ranks whose
 sign has not changed, or, if all have, those that do not wait for another rank. It kills the silent ranks that
-its own torchrun has started, and ends itself, whatever its main thread waits for; torchrun ends the others.
+its own torchrun has started, and ends itself, whatever its main thread waits for; torchrun ends the others. Where
+torch's flight recorder has a file to write to, every rank writes it before.
 """
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -15,9 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 
 from dflop.base.signals import children_of
 
@@ -28,6 +32,11 @@ _NUM_SIGNS = 20
 _MOST_BETWEEN_S = 3.0
 # How much longer than predicted, or than the longest one so far, a step may take.
 _TIMES_LONGER = 5
+# The key of the rank that has said why the job ends.
+_SAID = "who said it"
+# How the path of a rank's flight record begins, by the names of newer and of older versions of torch.
+_RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # the second, where torch has no NCCL
 # Functions in which a rank waits for others: the end of the file's path, and the beginning of the function's name.
 _WAITS = (
     ("distributed_c10d.py", ""),
@@ -67,20 +76,20 @@ class PeerWatch(threading.Thread):
         self._between_s = min(timeout_s / _NUM_SIGNS, _MOST_BETWEEN_S)
         self._main_thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._what, self._began, self._limit_s, self._needs_silence = "starting", time.monotonic(), None, True
+        self._what, self._began, self._limit_s, self._alive_s = "starting", time.monotonic(), None, math.inf
         self._closed = threading.Event()
-        self._count = 0
+        self._count, self._has_recorded = 0, False
         self._give_sign()
 
-    def begin(self, what: str, limit_s: float | None = None, *, needs_silence: bool = False) -> None:
+    def begin(self, what: str, limit_s: float | None = None, *, alive_s: float = 0.0) -> None:
         """Begin a task, described by `what`, that may take `limit_s` seconds (None: any time).
 
-        With `needs_silence`, a task that takes longer ends the job only if a rank gives no sign of life. So it is while
-        any rank compiles, as it may at its first microbatch of a new kind.
+        If all ranks give signs of life, it may take `alive_s` seconds where that is longer, and any time while one of
+        them compiles, as it may at its first microbatch of a new kind.
         """
         with self._lock:
             self._what, self._began = what, time.monotonic()
-            self._limit_s, self._needs_silence = limit_s, needs_silence
+            self._limit_s, self._alive_s = limit_s, alive_s
 
     def close(self) -> None:
         """End the thread. Call this before the process ends, which a thread that uses the store would abort."""
@@ -96,17 +105,19 @@ class PeerWatch(threading.Thread):
             while not self._closed.wait(self._between_s):
                 with contextlib.suppress(OSError):  # a store in a folder, whose disk is full for a moment
                     self._give_sign()
+                    if self._store.check([_SAID]):
+                        self._record()
                 now, last, woke = time.monotonic(), woke, time.monotonic()
                 with self._lock:
                     if now - last > 3 * self._between_s + 1:
                         self._began = now  # this process was suspended, and maybe all were: give them time
-                    what, began, limit_s, needs_silence = self._what, self._began, self._limit_s, self._needs_silence
+                    what, began, limit_s, alive_s = self._what, self._began, self._limit_s, self._alive_s
                 if limit_s is None or now < began + limit_s / 2:
                     first_look = None
                 elif first_look is None or first_look[0] != began:
                     first_look = began, now, self._signs()
                 elif now >= max(began + limit_s, first_look[1] + limit_s / 2):
-                    self._judge(what, now - began, first_look[2], needs_silence)
+                    self._judge(what, now - began, first_look[2], alive_s)
                     first_look = None
         except dist.DistError:
             return  # the store is gone, and the job with it
@@ -121,20 +132,22 @@ class PeerWatch(threading.Thread):
     def _signs(self) -> list[dict]:
         return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]
 
-    def _judge(self, what: str, seconds: float, before: list[dict], needs_silence: bool) -> None:
+    def _judge(self, what: str, seconds: float, before: list[dict], alive_s: float) -> None:
         """End this process if a rank is silent, or if the task may not take longer in any case."""
         now = self._signs()
         silent = [rank for rank, sign in enumerate(now) if sign["count"] == before[rank]["count"]]
         compiles = any(
             sign["is_compiling"] or sign["graphs"] > was["graphs"] for sign, was in zip(now, before, strict=True)
         )
-        if (needs_silence or compiles) and not silent:
+        if not silent and (compiles or seconds < alive_s):
             return
         busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]
         named = silent or busy
-        if self._store.compare_set("who said it", "", str(self._rank)) == str(self._rank).encode():
+        if self._store.compare_set(_SAID, "", str(self._rank)) == str(self._rank).encode():
             why = "no sign of life came from" if silent else "all are alive, but these do not wait for another rank"
-            told = "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8]) or "none"
+            told = (
+                "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8]) or "none, each waits for another"
+            )
             with contextlib.suppress(OSError):  # stderr may be closed already
                 print(
                     f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}: {told}"
@@ -148,7 +161,17 @@ class PeerWatch(threading.Thread):
         for pid in here.intersection(children_of(os.getppid())) - {os.getpid()}:
             with contextlib.suppress(OSError):  # another rank may have killed it already
                 os.kill(pid, signal.SIGKILL)
+        self._record()
         os._exit(1)
+
+    def _record(self) -> None:
+        """Once, write what torch's flight recorder holds of this rank. torch does so after its own, longer limit."""
+        prefix = next(filter(None, map(os.environ.get, _RECORDS)), None)
+        dump = next(filter(None, (getattr(_c10d, name, None) for name in _DUMPS)), None)
+        if prefix and dump and not self._has_recorded:
+            self._has_recorded = True
+            with contextlib.suppress(OSError, RuntimeError):
+                Path(f"{prefix}{self._rank}").write_bytes(dump())
 
 
 def _place(frame: FrameType | None) -> str:

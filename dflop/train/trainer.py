@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from dflop.base import UserError, printable
 from dflop.base.local_device import device_name
+from dflop.base.rendezvous import leave_ranks
 from dflop.config import Config
 from dflop.models import load_model_spec
 from dflop.models.attention import kernel_name
@@ -59,7 +60,8 @@ __all__ = ["Trainer"]
 
 # Steps between two runs of the garbage collector.
 _COLLECT_EVERY = 20
-# How long a rank may be silent at the start: it may hold the interpreter while it reads a tensor from a slow disk.
+# How long a rank may be silent at the start, where it may hold the interpreter while it reads a tensor from a slow
+# disk; and how long first messages and first steps may take.
 _STARTING_S = 600.0
 
 
@@ -88,7 +90,7 @@ class Trainer:
             lambda: (compiled.num_begun, compiled.num_ended),
         )
         # Every rank has made its groups, and so its watch soon.
-        self.watch.begin("starting", max(_STARTING_S, config.train.peer_timeout_s), needs_silence=True)
+        self.watch.begin("starting", max(_STARTING_S, config.train.peer_timeout_s), alive_s=math.inf)
         self.watch.start()
         try:
             self._build(program, dtype)
@@ -141,6 +143,7 @@ class Trainer:
         if self.topology.device.type == "cuda":
             warm_up(self.model, evaluates=config.data.has_evaluation)
         dist.barrier(group)
+        self.watch.begin("first messages between ranks", max(_STARTING_S, config.train.peer_timeout_s))
         meet_peers(self.topology.links)
         self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")
         # Waits until here were part of starting up, and do not count.
@@ -153,6 +156,14 @@ class Trainer:
             UserError: when the loss is not finite, a step cannot be scheduled, or the last step or the model cannot be
                 written.
         """
+        try:
+            self._train()
+            self.watch.begin("leaving the process groups", max(_STARTING_S, self.config.train.peer_timeout_s))
+            leave_ranks()
+        finally:
+            self.watch.close()
+
+    def _train(self) -> None:
         config = self.config.train
         try:
             # The collector would interrupt a rank at any time, while the others wait. It runs between steps instead.
@@ -176,13 +187,12 @@ class Trainer:
             if num_steps == config.steps:
                 self._export()
         finally:
-            self.watch.close()
+            self.watch.begin("ending")
             gc.enable()
             self.saver.close(self.config.train.peer_timeout_s)
             self.log.close()
             if self.publisher:
                 self.publisher.close()
-        dist.destroy_process_group()
 
     def _say(self, what: str) -> None:
         """Print how far starting has come, on the first rank only; it may take a minute."""
@@ -203,7 +213,7 @@ class Trainer:
             self._say(f"WARNING: {num_eager} functions of layers run eager on some ranks, not compiled: {reason}")
 
     def _export(self) -> None:
-        self.watch.begin("writing the model", self.config.train.peer_timeout_s, needs_silence=True)
+        self.watch.begin("writing the model", self.config.train.peer_timeout_s, alive_s=math.inf)
         try:
             precision = self.config.train.export_precision or self.config.train.precision
             folder, adapter = self.files.out / "model", self.files.out / "adapter"
@@ -223,15 +233,15 @@ class Trainer:
         if self.publisher:
             self.publisher.step_started(step, self.reports.take(step))
         config = self.config.train
-        self.watch.begin(f"step {step + 1}, its schedule,", config.peer_timeout_s, needs_silence=True)
+        self.watch.begin(f"step {step + 1}, its schedule,", config.peer_timeout_s, alive_s=math.inf)
         self._seed_dropout(step)
         with self.clock.part("schedule"):
             schedule = self.feed.get(step)
-        # In its first steps a process compiles and fills caches, so only silent ranks end the job.
+        # In its first steps a process compiles and fills caches, so they may take long while all ranks are alive.
         self.watch.begin(
             f"step {step + 1}",
             longest_wait_s(config.peer_timeout_s, schedule.step_s, self.longest_step_s),
-            needs_silence=step < self.first_step + NUM_WARMUP_STEPS,
+            alive_s=_STARTING_S if step < self.first_step + NUM_WARMUP_STEPS else 0.0,
         )
         for work in self.works.values():
             work.begin_step(schedule)
@@ -267,7 +277,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> tuple[float, float]:
         """The loss of the evaluation set, and the seconds that evaluating took, which count in no step."""
-        self.watch.begin(f"evaluating after step {step + 1}", self.config.train.peer_timeout_s, needs_silence=True)
+        self.watch.begin(f"evaluating after step {step + 1}", self.config.train.peer_timeout_s, alive_s=math.inf)
         with self.clock.paused():
             return self.evaluation.run()
 
@@ -327,7 +337,7 @@ class Trainer:
     def _save(self, num_steps: int) -> None:
         """Begin to write a checkpoint. If any rank cannot write, training goes on, and the reason is shown until a
         checkpoint is written."""
-        self.watch.begin(f"saving step {num_steps}", self.config.train.peer_timeout_s, needs_silence=True)
+        self.watch.begin(f"saving step {num_steps}", self.config.train.peer_timeout_s, alive_s=math.inf)
         run = {
             "generation": self.files.generation.to_dict(),
             "restarts": self.restarts,

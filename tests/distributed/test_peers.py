@@ -1,8 +1,10 @@
 """A rank that hangs ends the job soon, by name, wherever the others wait for it."""
 
 import json
+import math
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import socket
@@ -35,7 +37,7 @@ def _train(rank: int, port: int, hangs: str, log: Path) -> None:
     watch.start()
     dist.barrier()
     for step in range(100):
-        watch.begin(f"step {step}", _TIMEOUT_S, needs_silence=hangs == "saving")
+        watch.begin(f"step {step}", _TIMEOUT_S, alive_s=math.inf if hangs == "saving" else 0.0)
         if rank == 1 and step == 3:
             if hangs == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -65,12 +67,16 @@ def _exit_codes(hangs: str, log: Path) -> list[int | None]:
             rank.join()
 
 
-def test_a_stopped_rank_is_named_and_ended(tmp_path):
+def test_a_stopped_rank_is_named_and_ended_and_the_others_write_what_they_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "record_"))
     assert _exit_codes("stopped", tmp_path / "log") == [1, -signal.SIGKILL, 1]
     said = [line for line in (tmp_path / "log").read_text().splitlines() if "no sign of life" in line]
     assert len(said) == 1
     assert re.search(r"dflop: step 3 has not ended for \d+ s .*: rank 1 \(llm stage 1 replica 0, process \d+", said[0])
     assert "rank 0" not in said[0]
+    records = {path.name: pickle.loads(path.read_bytes()) for path in tmp_path.glob("record_*")}
+    assert set(records) == {"record_0", "record_2"}
+    assert all("version" in record for record in records.values())
 
 
 def test_a_rank_that_lives_but_waits_for_nobody_is_named(tmp_path):

@@ -3,6 +3,7 @@ REQUEST as JSON."""
 
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dflop.base import UserError
+from dflop.base.rendezvous import leave_ranks
 from dflop.checks.emulation.work import EmulatedWork, Network
 from dflop.config import Config, load_config
 from dflop.plan import load_plan
@@ -110,17 +112,17 @@ class EmulatedRank:
             gc.enable()
             if self.publisher:
                 self.publisher.close()
-        dist.destroy_process_group()
+        leave_ranks()
 
     def _step(self, step: int) -> None:
         if self.publisher:
             self.publisher.step_started(step, None)
         timeout_s = self.config.train.peer_timeout_s
-        self.watch.begin(f"step {step + 1}, its schedule,", timeout_s, needs_silence=True)
+        self.watch.begin(f"step {step + 1}, its schedule,", timeout_s, alive_s=math.inf)
         with self.clock.part("schedule"):
             schedule = _slowed(self.feed.get(step), self.scale)
         longest_s = longest_wait_s(timeout_s, schedule.step_s, self.longest_step_s)
-        self.watch.begin(f"step {step + 1}", longest_s, needs_silence=step < NUM_WARMUP_STEPS)
+        self.watch.begin(f"step {step + 1}", longest_s, alive_s=math.inf if step < NUM_WARMUP_STEPS else 0.0)
         for work in self.works.values():
             work.begin_step(schedule)
         zero_s, waits = time.monotonic(), Waits()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from dflop.base import UserError, progress_bar
+from dflop.base.rendezvous import leave_ranks
 from dflop.checks.side_by_side.plain import plain_side
 from dflop.checks.side_by_side.planned import planned_side
 from dflop.checks.side_by_side.sides import Side, paused, timed
@@ -56,7 +57,7 @@ def _measure(config: Config, request: dict) -> None:
     if is_main:
         figures = {"seconds": seconds, "cpu_seconds": cpu_seconds}
         (Path(request["folder"]) / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 def _makers(config: Config, request: dict, device: torch.device, store: dist.Store) -> dict[str, Callable[[], Side]]:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -20,19 +21,40 @@ def test_a_function_in_which_ranks_wait_exists(path, name):
     assert any(function.startswith(name) for function in functions)
 
 
-def test_no_process_is_killed_but_silent_ranks_that_the_same_torchrun_has_started(monkeypatch):
-    class EndedError(Exception): ...
+class EndedError(Exception): ...
 
+
+@pytest.fixture
+def raises_at_exit(monkeypatch):
     def end(_):
         raise EndedError
 
     monkeypatch.setattr(os, "_exit", end)
+
+
+@pytest.mark.usefixtures("raises_at_exit")
+def test_ranks_that_are_alive_but_wait_for_each_other_end_the_job_after_a_longer_time(capsys):
+    watch = PeerWatch(dist.HashStore(), 0, "llm stage 0", 1, timeout_s=60.0)
+
+    def judge(seconds: float) -> None:
+        before = watch._signs()
+        watch._give_sign()
+        watch._judge("step 1", seconds, before, alive_s=600.0)
+
+    judge(599.0)
+    with pytest.raises(EndedError):
+        judge(600.0)
+    assert "step 1 has not ended for 600 s" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("raises_at_exit")
+def test_no_process_is_killed_but_silent_ranks_that_the_same_torchrun_has_started():
     store = dist.HashStore()
     watch = PeerWatch(store, 0, "llm stage 0", 2, timeout_s=60.0)
     with subprocess.Popen(["sleep", "60"]) as other:  # a child of this process, as no rank is of another
         sign = json.loads(store.get("alive/0")) | {"pid": other.pid}
         store.set("alive/1", json.dumps(sign))
         with pytest.raises(EndedError):  # both ranks are silent
-            watch._judge("step 1", 60.0, watch._signs(), needs_silence=True)
+            watch._judge("step 1", 60.0, watch._signs(), alive_s=math.inf)
         assert other.poll() is None
         other.kill()
