@@ -10,10 +10,14 @@ from yaml import YAMLError, safe_load
 
 from dflop.base.errors import UserError
 
-__all__ = ["COMMUNICATOR_BYTES", "DeviceModel", "find_device", "load_device"]
+__all__ = ["COMMUNICATOR_BYTES", "MESSAGE_BYTES_PER_S", "MESSAGE_CTAS", "DeviceModel", "find_device", "load_device"]
 
 # What a communicator takes where nothing else is known (`devices.yaml`).
 COMMUNICATOR_BYTES = 0.41e9
+# Thread blocks of a message on a GPU, each of which holds an SM while the message waits: on all channels at most 32 of
+# 108. Each moves some 20 GB/s over NVLink, so a message does not have all of a node's links; a network card is slower.
+MESSAGE_CTAS = 4
+MESSAGE_BYTES_PER_S = MESSAGE_CTAS * 20e9
 _OURS = Path(__file__).with_name("devices.yaml")
 
 

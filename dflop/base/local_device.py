@@ -31,7 +31,8 @@ def local_device(kind: str) -> torch.device:
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    stay_near(device)
+    found = torch.cuda.get_device_properties(device)
+    stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
     return device
 
 

@@ -7,27 +7,35 @@ import contextlib
 import os
 from pathlib import Path
 
-import torch
-
-__all__ = ["cores_near", "stay_near"]
+__all__ = ["cores_near", "leave_cores_near", "stay_near"]
 
 # Set to 0, it leaves ranks on all cores.
 _VARIABLE = "DFLOP_NUMA_BINDING"
+# The cores that a rank could use before, as the processes that it starts read them.
+_ALL_CORES = "DFLOP_ALL_CORES"
 
 
-def stay_near(device: torch.device) -> None:
-    """Keep this process, with its threads and the processes that it starts, on the cores beside a GPU. Nothing changes
-    where the machine does not say which these are, or this process may use none of them."""
+def stay_near(address: str) -> None:
+    """Keep this process, with its threads and the processes that it starts, on the cores beside the GPU with this PCI
+    address. Nothing changes where the machine does not say which these are, or this process may use none of them.
+    Processes that do not use the GPU leave these cores again (`leave_cores_near`)."""
     if os.environ.get(_VARIABLE) == "0":
         return
-    of_device = torch.cuda.get_device_properties(device)
-    address = f"{of_device.pci_domain_id:04x}:{of_device.pci_bus_id:02x}:{of_device.pci_device_id:02x}.0"
-    near = cores_near(address) & os.sched_getaffinity(0)
+    all_cores = os.sched_getaffinity(0)
+    near = cores_near(address) & all_cores
     if not near:
         return
+    os.environ[_ALL_CORES] = ",".join(map(str, sorted(all_cores)))
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it may have ended
             os.sched_setaffinity(int(thread), near)
+
+
+def leave_cores_near() -> None:
+    """Let this process, which a rank has started, use all cores that the rank could use before `stay_near`. Loaders of
+    all ranks beside one socket would else share its cores, while others have nothing to do."""
+    if cores := os.environ.get(_ALL_CORES):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def cores_near(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:

@@ -5,8 +5,11 @@ machines it is torch's TCPStore, which listens at one address of the first machi
 reaches its port can read and write it. `base.meeting` chooses. Neither unpickles anything.
 """
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +30,7 @@ from dflop.base.folder_store import FolderStore
 __all__ = ["join_ranks", "leave_ranks", "register"]
 
 _BACKEND = "dflop"
+_ADDRESS_OF_INTERFACE = 0x8915  # Linux: SIOCGIFADDR
 _TIMEOUT, _ONE_TRY = timedelta(minutes=10), timedelta(seconds=20)
 
 
@@ -92,9 +96,28 @@ def join_ranks(backend: str, **options: Any) -> dist.Store:
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=_TIMEOUT))
         of_group, messages = dist.PrefixStore("group", store), dist.PrefixStore("dflop", store)
+        if interface := _interface_to(os.environ["MASTER_ADDR"]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=of_group, rank=rank, world_size=world_size, **options)
     return messages
+
+
+def _interface_to(address: str) -> str | None:
+    """The network interface by which this machine reaches an IPv4 address; None where that is not known. gloo would ask
+    for the address of the host's own name, which may be one of loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # which sends nothing
+        except OSError:
+            return None
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                asked = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
+                if asked[20:24] == own:
+                    return name
+    return None
 
 
 def leave_ranks() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dflop.base import UserError, progress_bar
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.base.local_device import local_device
+from dflop.base.message_group import message_group
 from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.costs.link_model import COMMUNICATOR
 from dflop.store import LINKS_SCHEMA, write_parquet
@@ -85,13 +86,15 @@ def _measure(
     repeats of one.
     """
     rows = []
-    members = {ranks: dist.new_group(ranks, timeout=_TIMEOUT) for ranks in dict.fromkeys(g.ranks for g in groups)}
+    of_sums = dict.fromkeys(group.ranks for group in groups if group.kind == "gradient_sync")
+    members = {("gradient_sync", ranks): dist.new_group(ranks, timeout=_TIMEOUT) for ranks in of_sums}
+    messages = message_group(device, _TIMEOUT)
     for group in groups:
         own_sizes = list(sizes)
         for repeat in range(repeats):
             for count, num_bytes in enumerate(own_sizes, start=1):
                 progress(f"{group.kind} {group.scope}, {len(group.ranks)} ranks, {num_bytes:,} bytes")
-                seconds = _time(group, members[group.ranks], num_bytes, device)
+                seconds = _time(group, members.get((group.kind, group.ranks), messages), num_bytes, device)
                 rows.append((group.kind, group.scope, len(group.ranks), num_bytes, seconds, repeat))
                 if repeat == 0 and count >= _LEAST_SIZES and seconds > _LONGEST_TRANSFER_S:
                     own_sizes = sizes[:count]
@@ -102,8 +105,9 @@ def _measure(
 def communicator_row(
     scope: str, device: torch.device, free_bytes: Callable[[], int]
 ) -> tuple[str, str, int, int, float, int]:
-    """A row of `LINKS_SCHEMA` on a communicator of all ranks, used as training does: for a sum, and for messages to the
-    next rank. `free_bytes` gives the device's free memory; the bytes are those of the rank where it takes most."""
+    """A row of `LINKS_SCHEMA` on a communicator of all ranks, used as training does: for a sum, and for messages to all
+    other ranks, each of which takes buffers of its own. `free_bytes` gives the device's free memory; the bytes are
+    those of the rank where it takes most."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     values, received = (torch.zeros(_COMMUNICATOR_VALUES, device=device) for _ in range(2))
     most = torch.zeros(1, dtype=torch.float64, device=device)
@@ -112,8 +116,8 @@ def communicator_row(
     before, started_s = free_bytes(), time.perf_counter()
     group = dist.new_group(timeout=_TIMEOUT)
     dist.all_reduce(values, group=group)
-    if num_ranks > 1:
-        ends = (dist.isend, values, (rank + 1) % num_ranks), (dist.irecv, received, (rank - 1) % num_ranks)
+    for away in range(1, num_ranks):
+        ends = (dist.isend, values, (rank + away) % num_ranks), (dist.irecv, received, (rank - away) % num_ranks)
         for work in dist.batch_isend_irecv([dist.P2POp(how, tensor, peer, group) for how, tensor, peer in ends]):
             work.wait()
     seconds = _now(device) - started_s
@@ -140,9 +144,9 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     The time of a transfer is half a round trip by the first rank's clock: the clocks of two hosts differ, and ranks
     leave a barrier further apart in time than a short message takes.
     """
-    dist.barrier(members)
-    started = _now(values.device)
     if group.kind == "gradient_sync":
+        dist.barrier(members)
+        started = _now(values.device)
         share = len(values) // len(group.ranks)
         values, own = values[: share * len(group.ranks)], values[members.rank() * share :][:share]
         reduce_scatter_flat(own, values, members).wait()
@@ -150,10 +154,13 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
         return _now(values.device) - started
     first, second = group.ranks
     if dist.get_rank() == second:
+        dist.isend(values[:1], dst=first, group=members).wait()  # it is ready
         dist.irecv(values, src=first, group=members).wait()
         dist.isend(values, dst=first, group=members).wait()
         _now(values.device)
         return 0.0
+    dist.irecv(values[:1], src=second, group=members).wait()
+    started = _now(values.device)
     dist.isend(values, dst=second, group=members).wait()
     dist.irecv(values, src=second, group=members).wait()
     return (_now(values.device) - started) / 2

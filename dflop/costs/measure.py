@@ -93,7 +93,7 @@ class Bench:
             parameter.grad = torch.zeros_like(parameter, dtype=held_in(dtype))
         self._flushed = torch.zeros(_cache_bytes(device) // 4, device=device)
         self._largest: tuple[Point, int] | None = None
-        self._reserved_share = 0.0
+        self._measured: list[Point] = []
         gc.collect()
         gc.freeze()  # exempt all present objects: scanning them at every point would take longer than the point
 
@@ -103,8 +103,7 @@ class Bench:
         Of the tensor-parallel ranks, the slowest one's seconds and the fullest one's bytes count. Bytes are measured
         in the first repeat only. A point that runs out of memory gives rows without seconds and bytes.
         """
-        self.stage.layers = range(point.num_layers)
-        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
+        self._carry(point)
         saved_bytes = peak_bytes = None
         seconds: list[float | None] = [None, None]
         try:
@@ -112,6 +111,7 @@ class Bench:
             if repeat == 0:
                 of_fullest = self._slowest(self._together(lambda: self._bytes(run)))
                 saved_bytes, peak_bytes = (int(size) for size in of_fullest)
+                self._measured.append(point)
                 if self._largest is None or peak_bytes > self._largest[1]:
                     self._largest = (point, peak_bytes)
             else:
@@ -174,7 +174,7 @@ class Bench:
         self._tidy()
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share
+            return total - free - torch.cuda.memory_reserved(self.device), self._reserved_share()
         own_bytes = self._flushed.nbytes
         own_bytes += sum(parameter.nbytes for parameter in self.stage.parameters())
         own_bytes += sum(parameter.grad.nbytes for parameter in self._trained)
@@ -183,8 +183,7 @@ class Bench:
         if self._largest is None:
             return held_bytes, 0.0
         point, peak_bytes = self._largest
-        self.stage.layers = range(point.num_layers)
-        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
+        self._carry(point)
         run = self._runs.make(point)
         before = process_bytes("VmRSS")
         try:
@@ -193,6 +192,17 @@ class Bench:
             return held_bytes, 0.0  # not Linux, or a container that does not let a process do so
         self._timed(run)
         return held_bytes, max(0.0, (process_bytes("VmHWM") - before) / peak_bytes - 1)
+
+    def _reserved_share(self) -> float:
+        """What a GPU's allocator reserves for microbatches of changing sizes, beyond what they hold at most, as a share
+        of that. Between them it keeps its segments, as in training."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        for point in self._measured:
+            self._carry(point)
+            outputs = self._runs.make(point).forward()
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            del outputs
+        return torch.cuda.max_memory_reserved(self.device) / torch.cuda.max_memory_allocated(self.device) - 1
 
     def _timed(self, run: Run) -> list[float]:
         """Seconds of forward and of backward."""
@@ -258,6 +268,10 @@ class Bench:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return largest.tolist()
 
+    def _carry(self, point: Point) -> None:
+        self.stage.layers = range(point.num_layers)
+        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
+
     def _bytes(self, run: Run) -> tuple[int, int]:
         """Bytes that live from forward to backward, and the most that live at any time. This is a warm-up, too."""
         self._tidy()
@@ -270,7 +284,6 @@ class Bench:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             del outputs
             peak = torch.cuda.max_memory_allocated(self.device)
-            self._reserved_share = max(self._reserved_share, torch.cuda.max_memory_reserved(self.device) / peak - 1)
             return saved, peak - before
         with LiveBytes() as live:
             outputs = run.forward()

@@ -26,6 +26,7 @@ import polars as pl
 from dflop.balance import WORK_TIMEOUT_S
 from dflop.base import UserError
 from dflop.base.commands import COMMANDS
+from dflop.base.numa import leave_cores_near
 from dflop.config import Config, load_config, select_keys
 from dflop.costs import CostModel
 from dflop.models import ModelSpec, check_modules, load_model_spec
@@ -307,6 +308,7 @@ class _Progress:
 
 
 if __name__ == "__main__":
+    leave_cores_near()
     _serve()
     sys.stdout.flush()
     # The thread that reads stdin is still blocked in its read. A normal exit would destroy the interpreter under it.

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from dflop.base.devices import MESSAGE_BYTES_PER_S
 from dflop.base.kernels import kernel
 from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
@@ -204,7 +205,8 @@ def find_link(
 
     A configured gradient sync is taken to be a ring over each network card. Between nodes it has the cards of all its
     ranks in a node, as far as the node's own links keep up: with 8 ranks in every node, 8 times the bandwidth of one.
-    `num_cards` are those of the node that has fewest. A message from one rank to another has one card.
+    `num_cards` are those of the node that has fewest. A message from one rank to another has one card, and on GPUs no
+    more than its few thread blocks carry.
     """
     measured = links.find(kind, "intra" if is_intra else "inter", num_ranks)
     if measured is not None:
@@ -213,7 +215,9 @@ def find_link(
     if not is_intra:
         gbps = min(num_cards * gbps, max(gbps, cluster.intra_node_gbps))
     bytes_per_s = gbps * 1e9 / 8
-    return Link(0.0, bytes_per_s if kind == "p2p" else bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+    if kind == "p2p":
+        return Link(0.0, min(bytes_per_s, MESSAGE_BYTES_PER_S) if cluster.device == "cuda" else bytes_per_s)
+    return Link(0.0, bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
 
 
 @kernel

@@ -11,11 +11,8 @@ from dflop.plan.plan import Plan
 from dflop.step.nodes import StageReplicas, stages_of
 from dflop.step.routes import track_of
 
-__all__ = ["CHANNEL_SHARE", "COLLECTIVE_CTAS", "MESSAGE_CTAS", "communicator_bytes", "num_communicators"]
+__all__ = ["CHANNEL_SHARE", "COLLECTIVE_CTAS", "communicator_bytes", "num_communicators"]
 
-# Thread blocks of a message on a GPU, each of which holds an SM while the message waits: on all channels at most 32 of
-# 108. Two of NVLink's channels carry some 40 GB/s; a network card is slower.
-MESSAGE_CTAS = 4
 # Thread blocks that a collective is taken to have: as many channels as NCCL reports on nodes with NVSwitch.
 COLLECTIVE_CTAS = 24
 # Bytes of a channel of messages, as a share of those of a communicator for collectives: NCCL has buffers for each
@@ -25,8 +22,8 @@ CHANNEL_SHARE = 0.6
 
 
 def num_communicators(plan: Plan, *, is_tied: bool = True) -> int:
-    """Communicators of a rank at most: the world's, those of channels, and those of its modules' groups. A group of one
-    rank has none, and nor have the ends of a pipeline without a tied head (`is_tied`)."""
+    """Communicators of a rank at most: the world's, those of channels, and those of its modules' groups. A replica that
+    is alone has one, too; the ends of a pipeline without a tied head (`is_tied`) have none."""
     return _num_groups(plan, is_tied) + _num_channels(plan)
 
 
@@ -78,6 +75,8 @@ def _groups_of(grid: Grid, is_tied: bool) -> Iterator[tuple[int, ...]]:
         divided |= {(shards, grid.tp), (replicas, shards)}
     if is_tied and grid.module == "llm" and grid.pp > 1:  # the ends of its pipeline
         divided.add((grid.num_ranks, grid.num_ranks - replicas))
+    if grid.dp == 1:  # groups of one rank
+        yield grid.rank_offset, grid.num_ranks, 1, 1
     for block, distance in divided:
         if block > distance:
             yield grid.rank_offset, grid.num_ranks, block, distance

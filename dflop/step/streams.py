@@ -27,7 +27,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dflop.step.communicators import COLLECTIVE_CTAS, MESSAGE_CTAS
+from dflop.base.devices import MESSAGE_CTAS
+from dflop.step.communicators import COLLECTIVE_CTAS
 from dflop.step.instructions import Instruction, Kept, Op, Program, instructions_together
 from dflop.step.routes import make_routes
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch.utils.data import DataLoader, Dataset
 
+from dflop.base.numa import leave_cores_near
 from dflop.config import Config
 from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, TrainingRecords, microbatch_loader
 from dflop.plan import Plan
@@ -55,7 +56,7 @@ def load_ahead(dataset: Dataset, stream: JobStream, config: Config, *, stays: bo
         prefetch_factor=ahead // num_workers if num_workers else None,
         pin_memory=config.cluster.device == "cuda",
         persistent_workers=stays and num_workers > 0,
-        worker_init_fn=partial(_begin_worker, 19 if config.cluster.device == "cpu" else 0),
+        worker_init_fn=partial(_begin_worker, 19 if config.cluster.device == "cpu" else 5),
     )
 
 
@@ -101,6 +102,7 @@ class _RankDataset(Dataset):
 def _begin_worker(niceness: int, _: int) -> None:
     """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores."""
     os.nice(niceness)
+    leave_cores_near()
     end_if_not_handed_over()
 
 

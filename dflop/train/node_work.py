@@ -225,7 +225,7 @@ class EncoderWork(_Work):
         chosen = samples_of(self.schedule, self.node, microbatch)
         if not chosen.any():
             # Other replicas gather parameters and sum gradients: take part with gradients of zero, and send nothing.
-            blank = self._blank.to(self.device, self._dtype)
+            blank = self._blank = self._blank.to(self.device, self._dtype)
             hidden = self.stage.encode(self.stage.embed(blank), blank)
             return {_LOSS: 0.0 * hidden[-1].sum()}
         if self.stage.is_first:
@@ -264,14 +264,15 @@ class LlmWork(_Work):
         chosen = samples_of(self.schedule, self.node, microbatch)
         position_ids, segment_ends = segments_of(self.schedule.llm_tokens[chosen].tolist())
         nothing = torch.zeros(0, dtype=torch.int64)
-        return TextBatch(
+        batch = TextBatch(
             token_ids=nothing,
             position_ids=position_ids,
             segment_ends=segment_ends,
             feature_positions=(),
             target_positions=nothing,
             target_ids=nothing,
-        ).to(self.device)
+        )
+        return (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device)
 
     def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
         return self.stage.hidden_shape(int(self.schedule.llm_tokens[chosen].sum()), layer)

@@ -6,8 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dflop.base.message_group import message_group
 from dflop.step import Program
-from dflop.step.communicators import MESSAGE_CTAS
 from dflop.step.receiving import receiver_on
 from dflop.step.routes import channels_of, lanes_of, make_routes
 from dflop.step.run import Links, Wire
@@ -19,7 +19,7 @@ def make_links(program: Program, worker: int, device: torch.device, dtype: torch
     """The links of this rank, which is one of the worker number `worker`. Every rank makes the same groups, in the same
     order: one of all ranks for each channel (`routes`)."""
     rank, routes = dist.get_rank(), make_routes(program.workers, program.edges)
-    groups = {channel: _group(device, timeout) for channel in channels_of(program.edges, routes)}
+    groups = {channel: message_group(device, timeout) for channel in channels_of(program.edges, routes)}
     sends: dict[tuple[int, bool], list[Wire]] = defaultdict(list)
     receives: dict[tuple[int, bool], Wire] = {}
     for number, edge in enumerate(program.edges):
@@ -45,14 +45,3 @@ def make_links(program: Program, worker: int, device: torch.device, dtype: torch
         dtype=dtype,
         receiver=receiver_on(device, dtype),
     )
-
-
-def _group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of all ranks, for messages. A message that waits for its other end holds few SMs."""
-    if device.type != "cuda":
-        return dist.new_group(timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.config.max_ctas = MESSAGE_CTAS
-    # With the device of `init_process_group`, the communicator is made at once: an operation of few ranks may be first.
-    return dist.new_group(timeout=timeout, pg_options=options)

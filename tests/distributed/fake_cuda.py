@@ -153,6 +153,8 @@ class Recorder(TorchDispatchMode):
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if operation is torch.ops.aten._pin_memory.default:
+            return args[0].clone()
         if _waits_for_gpu(operation, args, kwargs or {}):
             asked = next(own for own in reversed(traceback.extract_stack()[:-1]) if "/torch/" not in own.filename)
             self.waits.append(f"{operation} in {asked.filename}:{asked.lineno}: {asked.line}")

@@ -69,7 +69,7 @@ def _agrees(folder: Path, name: str, setting: Setting) -> bool:
 def _run(rank: int, folder: Path, name: str, device: str) -> None:
     host_group.register()
     # In the place of NCCL's ways to make groups.
-    wires._group = lambda _, timeout: dist.new_group(timeout=timeout)
+    wires.message_group = lambda _, timeout: dist.new_group(timeout=timeout)
     dist.split_group = _split
     where = "cuda:0" if device == "cuda" else device
     torch.backends.cudnn.allow_tf32 = False  # in which convolutions would compute otherwise

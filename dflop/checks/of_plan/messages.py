@@ -1,10 +1,10 @@
 """Whether all messages of a plan's step end on GPUs, and over how many communicators a rank sends them."""
 
+from dflop.base.devices import MESSAGE_CTAS
 from dflop.checks.of_plan import PlanToCheck
 from dflop.models import load_model_spec
 from dflop.step import check_program, communicator_bytes, make_program, num_communicators
 from dflop.step.check import FEWEST_SMS
-from dflop.step.communicators import MESSAGE_CTAS
 
 __all__ = ["check"]
 

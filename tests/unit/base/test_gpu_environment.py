@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from dflop.base import numa
 from dflop.base.gpu_environment import gpu_environment
-from dflop.base.numa import cores_near, stay_near
+from dflop.base.numa import cores_near, leave_cores_near, stay_near
 from dflop.base.torchrun import run_ranks
 from dflop.config import ClusterConfig
 
@@ -83,19 +81,19 @@ def test_the_cores_beside_a_gpu_are_read_from_the_machine(text, cores, tmp_path)
 
 
 def test_a_rank_stays_on_the_cores_beside_its_gpu(monkeypatch):
-    address = SimpleNamespace(pci_domain_id=0, pci_bus_id=10, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
     own, moved = min(os.sched_getaffinity(0)), {}
     monkeypatch.setattr(numa, "cores_near", {"0000:0a:00.0": {own, 4095}}.get)
     monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
-    stay_near(torch.device("cuda", 0))
+    monkeypatch.delenv("DFLOP_ALL_CORES", raising=False)
+    stay_near("0000:0a:00.0")
     assert os.getpid() in moved
     assert all(cores == {own} for cores in moved.values())
+    leave_cores_near()  # as its loaders do
+    assert set(moved[0]) == os.sched_getaffinity(0)
+    monkeypatch.delenv("DFLOP_ALL_CORES")
 
 
-def test_a_rank_whose_gpu_is_not_known_to_the_machine_keeps_its_cores(monkeypatch):
-    address = SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0x1F)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
+def test_a_rank_whose_gpu_is_not_known_to_the_machine_keeps_its_cores():
     before = os.sched_getaffinity(0)
-    stay_near(torch.device("cuda", 0))
+    stay_near("ffff:ff:1f.0")
     assert os.sched_getaffinity(0) == before

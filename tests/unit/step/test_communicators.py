@@ -18,7 +18,7 @@ def made(plan: Plan, is_tied: bool) -> int:
     """The world's communicator, those of channels, and those of groups of several ranks."""
     program = make_program(plan, rank=0)
     channels = channels_of(program.edges, make_routes(program.workers, program.edges))
-    groups = {frozenset(groups) for groups in rank_groups(program, is_tied=is_tied).values() if len(groups[0]) > 1}
+    groups = {frozenset(groups) for groups in rank_groups(program, is_tied=is_tied).values()}
     return 1 + len(channels) + len(groups)
 
 
@@ -39,8 +39,11 @@ def test_the_ends_of_a_pipeline_have_a_communicator_only_where_they_share_a_tied
 def test_a_channel_of_messages_takes_a_share_of_a_communicator_for_collectives():
     llm = Grid(module="llm", num_ranks=2, pp=2)
     plan = Plan(placement="monolithic", grids=(Grid(module="vision", num_ranks=1), llm), num_microbatches=2)
-    num_channels = num_communicators(plan, is_tied=False) - 1  # all but the world's
-    assert communicator_bytes(plan, 1e6, is_tied=False) == pytest.approx((1 + num_channels * CHANNEL_SHARE) * 1e6)
+    num_groups = 1 + len({frozenset(own) for own in rank_groups(make_program(plan, rank=0), is_tied=False).values()})
+    num_channels = num_communicators(plan, is_tied=False) - num_groups
+    assert num_channels
+    needed_bytes = (num_groups + num_channels * CHANNEL_SHARE) * 1e6
+    assert communicator_bytes(plan, 1e6, is_tied=False) == pytest.approx(needed_bytes)
 
 
 @settings(max_examples=100)
