@@ -52,7 +52,8 @@ test-all: test
 
 # Where pip knows no build of torch for CPUs alone, it downloads the one with CUDA.
 test-torch211: $(OLD)/.installed
-	$(OLD)/bin/python -m pytest -q -n $(CORES) --dist loadfile tests/unit/models tests/distributed/test_unused_parameters.py
+	$(OLD)/bin/python -m pytest -q -n $(CORES) --dist loadfile tests/unit/models tests/unit/base/test_leaving.py \
+	  tests/unit/train/test_groups.py tests/distributed/test_unused_parameters.py
 
 $(OLD)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLD)

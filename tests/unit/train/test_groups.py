@@ -1,5 +1,6 @@
 """Groups for one purpose are made by one call, however many ranks there are."""
 
+import inspect
 from datetime import timedelta
 from itertools import chain
 from types import SimpleNamespace
@@ -77,3 +78,10 @@ def test_starting_takes_as_many_calls_on_a_thousand_ranks_as_on_sixteen(world_si
     for groups in rank_groups(program).values():
         maker.own(groups)
     assert len(splits) == 7
+
+
+def test_torch_takes_the_arguments_with_which_groups_are_made():
+    """Calls that a CPU does not make; `make test-torch211` asks the oldest supported version."""
+    timeout = timedelta(seconds=1)
+    inspect.signature(dist.split_group).bind(split_ranks=[[0]], timeout=timeout)
+    inspect.signature(dist.new_group).bind(timeout=timeout, pg_options=None)
