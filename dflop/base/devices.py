@@ -18,6 +18,7 @@ COMMUNICATOR_BYTES = 0.41e9
 # 108. Each moves some 20 GB/s over NVLink, so a message does not have all of a node's links; a network card is slower.
 MESSAGE_CTAS = 4
 MESSAGE_BYTES_PER_S = MESSAGE_CTAS * 20e9
+_MAY_BE_ZERO = ("launch_s", "dispatch_s", "hop_s", "overhead_bytes", "communicator_bytes", "allocator_share")
 _OURS = Path(__file__).with_name("devices.yaml")
 
 
@@ -36,6 +37,8 @@ class DeviceModel:
     memory_share: float
     link_share: float
     launch_s: float
+    dispatch_s: float = 10e-6
+    hop_s: float = 3.4e-6
     network_bytes_per_s: float = 6.25e9
     overhead_bytes: float = 0.0
     communicator_bytes: float = COMMUNICATOR_BYTES
@@ -120,7 +123,7 @@ def _checked_numbers(entry: Any, where: str) -> dict[str, float]:
         except (TypeError, ValueError):
             number = math.nan
         most = 1.0 if key.endswith("_share") else math.inf
-        may_be_zero = key in ("launch_s", "overhead_bytes", "communicator_bytes", "allocator_share")
+        may_be_zero = key in _MAY_BE_ZERO
         is_enough = number >= 0 if may_be_zero else number > 0
         if not (is_enough and number <= most and math.isfinite(number)):
             right = "a share" if most == 1.0 else "a number"

@@ -74,9 +74,10 @@ def analytic_points(
     """Roofline seconds and bytes of `module` at two depths and over the loads that real data has.
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
-    its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring, and every kernel
-    its launch. `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained.
-    Frozen layers compute gradients of activations alone.
+    its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring and its steps, and
+    every kernel its launch. A pass takes no less than the host needs to dispatch its kernels. `implementation` is one
+    of `IMPLEMENTATIONS`. `trained` says what of the model is trained. Frozen layers compute gradients of activations
+    alone.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide the module's heads.
@@ -250,7 +251,8 @@ def _counts_of(runs: list[CountedRun], name: str) -> np.ndarray:
 
 
 def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: DeviceModel) -> np.ndarray:
-    """Seconds of a pass at each point."""
+    """Seconds of a pass at each point: those of the device, or those in which the host gives it its kernels, whichever
+    are longer. The host runs ahead of a device that computes for longer."""
 
     def of(name: str) -> np.ndarray:
         return counts.at_points(f"{direction}.{name}")
@@ -261,6 +263,8 @@ def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: Devic
     attention_s = of("attention_flops") / (device.peak_flops_per_s * device.attention_share)
     on_the_ring = 2 * (stage.tp - 1) / stage.tp * of("reduced_bytes")
     reducing_s = on_the_ring / (device.link_bytes_per_s * device.link_share)
-    return (
+    reducing_s = reducing_s + of("num_reduces") * 2 * (stage.tp - 1) * device.hop_s
+    device_s = (
         product_s + attention_s + of("pointwise_bytes") / memory_rate + reducing_s + of("num_kernels") * device.launch_s
     )
+    return np.maximum(device_s, of("num_kernels") * device.dispatch_s)

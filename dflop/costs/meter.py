@@ -33,7 +33,7 @@ class Work:
     - `attention_flops`: FLOPs of attention, of the half below the diagonal where it is causal, all positions being in
       one segment. Its backward is taken to do twice the FLOPs of forward.
     - `pointwise_bytes`: what all other kernels read and write.
-    - `reduced_bytes`: bytes that are all-reduced.
+    - `reduced_bytes`: bytes that are all-reduced, by `num_reduces` all-reduces.
     - `matrices`: the size of each matrix that products read, by its storage.
     """
 
@@ -42,6 +42,7 @@ class Work:
     attention_flops: float = 0.0
     pointwise_bytes: float = 0.0
     reduced_bytes: float = 0.0
+    num_reduces: float = 0.0
     num_kernels: float = 0.0
     matrices: dict[int, int] = field(default_factory=dict)
 
@@ -101,6 +102,7 @@ class Meter(LiveBytes):
         is_changed = function._schema.is_mutable
         if name in _REDUCES:
             work.reduced_bytes += sum(map(_nbytes, _tensors(args[0])))
+            work.num_reduces += 1
             work.num_kernels += 1
         elif "attention" in name or "attn" in name:
             names = (argument.name for argument in function._schema.arguments)

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from dflop.base import UserError
-from dflop.base.devices import load_device
+from dflop.base.devices import DeviceModel, load_device
 from dflop.cli import cli
 from dflop.config import ModelConfig, load_config
 from dflop.costs import CostModel, Loads, StageKind, analytic, fit_costs
@@ -160,6 +161,35 @@ def fitted(points: AnalyticPoints) -> CostModel:
     return fit_model(median_points(points.measurements), points.parameters, "analytic")
 
 
+def seconds_of_layer(device: DeviceModel, tp: int = 1) -> np.ndarray:
+    """Of forwards of the tiny encoder's second layer, ordered by the number of items."""
+    spec = load_model_spec(ModelConfig(family="llava_onevision", preset="tiny"))
+    with counting(tp) as ranks:
+        points = points_of_stage(CountedStage(spec, "vision", 2, ranks), device).measurements
+    forward = points.filter(LAYERS & (pl.col("pass") == "forward"))
+    one, two = (forward.filter(num_layers=depth).sort("num_items")["seconds"].to_numpy() for depth in (1, 2))
+    return two - one
+
+
+def test_a_layer_takes_no_less_than_the_host_needs_to_dispatch_its_kernels():
+    device = replace(load_device("h100-80g"), launch_s=0.0)
+    at_once, floored, slow = (
+        seconds_of_layer(replace(device, dispatch_s=dispatch_s)) for dispatch_s in (0.0, 2e-6, 1.0)
+    )
+    num_kernels = slow[0]
+    assert num_kernels > 10
+    assert np.allclose(slow, num_kernels)  # as many kernels for any load
+    assert floored[0] == pytest.approx(num_kernels * 2e-6)
+    assert floored[0] > 2 * at_once[0]
+    assert floored[-1] == pytest.approx(at_once[-1])  # the host runs ahead of a device that has much to do
+
+
+def test_an_all_reduce_takes_the_steps_of_its_ring():
+    device = replace(load_device("h100-80g"), dispatch_s=0.0)
+    at_once, slow = (seconds_of_layer(replace(device, hop_s=hop_s), tp=2) for hop_s in (0.0, 1.0))
+    assert np.allclose(slow - at_once, 2 * 2 * (2 - 1))  # two blocks, each a reduction and a gather over one hop
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers_are_fitted_to_their_points(tp, tmp_path):
     both = [points_of("llava_ov_7b", module, tp) for module in ("vision", "llm")]
@@ -207,8 +237,10 @@ def test_seconds_and_bytes_grow_with_every_load(direction, tp):
     vision, llm = (points_of("llava_ov_7b", module, tp).measurements for module in ("vision", "llm"))
     kinds = ("piece", "num_layers", "checkpointing")
     for frame in vision.filter(pl.col("pass") == direction).partition_by(*kinds):
-        for column in ("seconds", "peak_bytes"):
-            assert frame[column].diff().drop_nulls().min() > 0
+        assert frame["peak_bytes"].diff().drop_nulls().min() > 0
+        # Few items take as long as the host needs for their kernels.
+        assert frame["seconds"].diff().drop_nulls().min() >= -1e-12
+        assert frame["seconds"].tail(5).diff().drop_nulls().min() > 0
     forms = {
         "length": pl.col("sum_sq_tokens") // pl.col("num_tokens"),
         "share": pl.col("num_targets") * 20 // pl.col("num_tokens"),
@@ -300,6 +332,7 @@ def test_a_file_of_ones_own_adds_devices_and_replaces_ours(tmp_path):
         ("link_share: 0.7", "link_share: 70", "`mine.link_share` is 70; it must be a share above 0 to 1"),
         ("memory_bytes: 48e9", "memory_bytes: 48 GB", "`mine.memory_bytes` is '48 GB'; it must be a number above 0"),
         ("launch_s: 0", "launch_s: -1", "`mine.launch_s` is -1; it must be a number from 0"),
+        ("mine:", "mine:\n  hop_s: -1", "`mine.hop_s` is -1; it must be a number from 0"),
         ("mine:", "mine:\n  allocator_share: 2", "`mine.allocator_share` is 2; it must be a share from 0 to 1"),
         ("memory_bytes: 48e9", "memory_bytes: -1", "`mine.memory_bytes` is -1; it must be"),
         ("memory_bytes: 48e9", "memory_bytes: true", "`mine.memory_bytes` is True; it must be"),
