@@ -290,11 +290,17 @@ def points_of(sizes: str, tp: int, device: str, implementation: str) -> Analytic
         return points_of_stage(stage, load_device(device))
 
 
-def changed(stage: LlmStage) -> None:
-    language_model, head = stage.hf.model.language_model, stage.hf.lm_head
+def whole_logits(stage: LlmStage) -> None:
+    """Have the head take the logits of all targets at once."""
+    head = stage.hf.lm_head
     head.num_at_once = 1 << 40
     if head.group is None:
         stage.hf.lm_head = WholeLogits(head.weight)
+
+
+def changed(stage: LlmStage) -> None:
+    whole_logits(stage)
+    language_model = stage.hf.model.language_model
     if stage.hf.config.tie_word_embeddings:  # as of all MPT, and no Llama here
         sizes = stage.hf.config.get_text_config()
         for number in stage.layers:
