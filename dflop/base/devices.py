@@ -18,7 +18,10 @@ COMMUNICATOR_BYTES = 0.41e9
 # 108. Each moves some 20 GB/s over NVLink, so a message does not have all of a node's links; a network card is slower.
 MESSAGE_CTAS = 4
 MESSAGE_BYTES_PER_S = MESSAGE_CTAS * 20e9
-_MAY_BE_ZERO = ("launch_s", "dispatch_s", "hop_s", "overhead_bytes", "communicator_bytes", "allocator_share")
+_MAY_BE_ZERO = (
+    *("launch_s", "dispatch_s", "collective_s", "hop_s"),
+    *("overhead_bytes", "communicator_bytes", "allocator_share"),
+)
 _OURS = Path(__file__).with_name("devices.yaml")
 
 
@@ -38,6 +41,7 @@ class DeviceModel:
     link_share: float
     launch_s: float
     dispatch_s: float = 10e-6
+    collective_s: float = 89e-6
     hop_s: float = 3.4e-6
     network_bytes_per_s: float = 6.25e9
     overhead_bytes: float = 0.0

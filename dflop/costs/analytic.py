@@ -75,9 +75,9 @@ def analytic_points(
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
     its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring and its steps, and
-    every kernel its launch. A pass takes no less than the host needs to dispatch its kernels. `implementation` is one
-    of `IMPLEMENTATIONS`. `trained` says what of the model is trained. Frozen layers compute gradients of activations
-    alone.
+    every kernel its launch. A pass takes no less than the host needs to dispatch its kernels and all-reduces.
+    `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained. Frozen layers compute
+    gradients of activations alone.
 
     Raises:
         UserError: when the model's family cannot be run, or tp does not divide the module's heads.
@@ -267,4 +267,5 @@ def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: Devic
     device_s = (
         product_s + attention_s + of("pointwise_bytes") / memory_rate + reducing_s + of("num_kernels") * device.launch_s
     )
-    return np.maximum(device_s, of("num_kernels") * device.dispatch_s)
+    host_s = of("num_kernels") * device.dispatch_s + of("num_reduces") * device.collective_s
+    return np.maximum(device_s, host_s)

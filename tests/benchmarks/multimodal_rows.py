@@ -352,7 +352,7 @@ def rows() -> list[Row]:
                 num_devices=1,
                 num_microbatches=1,
                 samples=(Sample(num_items=1, kept=64, tokens=128),) * batch,
-                assumed="values of 4 bytes: twice those of bf16",
+                assumed="layers in bf16, where the run's autocast keeps some values in fp32",
             )
             for batch in (16, 64, 256)
         ),

@@ -184,10 +184,14 @@ def test_a_layer_takes_no_less_than_the_host_needs_to_dispatch_its_kernels():
     assert floored[-1] == pytest.approx(at_once[-1])  # the host runs ahead of a device that has much to do
 
 
-def test_an_all_reduce_takes_the_steps_of_its_ring():
-    device = replace(load_device("h100-80g"), dispatch_s=0.0)
-    at_once, slow = (seconds_of_layer(replace(device, hop_s=hop_s), tp=2) for hop_s in (0.0, 1.0))
+def test_an_all_reduce_takes_the_steps_of_its_ring_and_no_less_than_the_host_needs_for_it():
+    device = replace(load_device("h100-80g"), dispatch_s=0.0, collective_s=0.0)
+    at_once, slow, slow_host = (
+        seconds_of_layer(changed, tp=2)
+        for changed in (replace(device, hop_s=0.0), replace(device, hop_s=1.0), replace(device, collective_s=1.0))
+    )
     assert np.allclose(slow - at_once, 2 * 2 * (2 - 1))  # two blocks, each a reduction and a gather over one hop
+    assert np.allclose(slow_host, 2)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
