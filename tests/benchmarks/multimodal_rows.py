@@ -181,6 +181,7 @@ def _text(tokens: int) -> Sample:
 
 
 def rows() -> list[Row]:
+    """All rows, in one long function, as they are a table."""
     tile_packs = tuple(Sample(num_items=12, kept=3072, tokens=4096) for _ in range(4))
     qwen, ov, llava, tiny = map(spec_of, ("qwen2_5_vl_7b", "llava_ov_1_5_4b", "llava_1_5_7b", "llava_tiny"))
     forge_packs = {"tp": 4, "num_microbatches": 16, "samples": tile_packs, "recomputed": (12,)}
@@ -279,7 +280,7 @@ def rows() -> list[Row]:
             samples=(_picture(spec_of("ministral3_3b"), 561, 504),),
             sharding="parameters",
             trained=NOT_THE_ENCODER,
-            assumed="324 of the 561 tokens of a picture; sizes of the model from its config",
+            assumed="324 of the 561 tokens of a picture; the model's sizes are assumed as well",
         ),
         *(
             Row(
