@@ -189,7 +189,8 @@ class MicrobatchLoader(Dataset):
             if self.reader.data.watch_media:
                 self._check_unchanged(ref, sample)
             blank: list[Medium] = []
-            decoder = MediaDecoder(self.processor, self.reader.data.video, self.reader.limits, unreadable, blank)
+            limits = self.reader.limits.for_a_record()
+            decoder = MediaDecoder(self.processor, self.reader.data.video, limits, unreadable, blank)
             try:
                 decoded = decoder.items_of(
                     [sample.record.media[number] for number in numbers],

@@ -124,6 +124,7 @@ class MediaDecoder:
 
     def _decoded_frames(self, file: Path | Embedded, size: MediumSize) -> Iterator[Image.Image]:
         """The frames that are used, at most as many as were profiled, in the size that was profiled."""
+        self.limits.check_time(file.name)
         with ExitStack() as opened:
             container = opened.enter_context(open_clip(file, self.limits))
             header, is_at_start = header_of_opened(container, file, self.limits)
@@ -152,6 +153,7 @@ def _why(error: RecordError, file: Path | Embedded) -> str:
 
 def _decoded_picture(file: Path | Embedded, limits: MediaLimits) -> Image.Image:
     """A whole picture, turned upright. A copy less is a gigabyte less for the largest."""
+    limits.check_time(file.name)
     with decoding(file.name), open_medium(file) as opened, open_picture(opened, file.name, limits) as image:
         ImageOps.exif_transpose(image, in_place=True)
         return image if image.mode == "RGB" else image.convert("RGB")

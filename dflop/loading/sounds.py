@@ -31,6 +31,7 @@ def read_sound(medium: Path | Embedded, limits: MediaLimits) -> np.ndarray:
     Raises:
         RecordError: unreadable_media, when no sample can be decoded, one is no number, or a limit is exceeded.
     """
+    limits.check_time(medium.name)
     try:
         samples = _by_libsndfile(medium, limits)
     except RecordError:

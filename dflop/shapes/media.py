@@ -167,7 +167,7 @@ def open_clip(medium: Path | Embedded, limits: MediaLimits) -> Iterator[InputCon
     with decoding(medium.name):
         file = medium.open() if isinstance(medium, Embedded) else str(medium)
         try:
-            container = av.open(file, metadata_errors="replace", options=options, timeout=limits.max_decode_s)
+            container = av.open(file, metadata_errors="replace", options=options, timeout=limits.left_s)
         except ArgumentError:  # what FFmpeg says of a format that is not listed
             raise unreadable(medium.name, f"it is of no known format ({', '.join(CLIP_FORMATS)})") from None
         with container:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from dflop.config import DataConfig
@@ -47,16 +47,21 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """The keys of the config's `data` by these names."""
+    """The keys of the config's `data` by these names, and when the time of a record's media ends."""
 
     max_image_pixels: int
     max_clip_pixels: int
     max_audio_samples: int
     max_decode_s: float
+    ends: float = field(default=math.inf, compare=False)
 
     @classmethod
     def of(cls, data: DataConfig) -> "MediaLimits":
-        return cls(*(getattr(data, field.name) for field in fields(cls)))
+        return cls(data.max_image_pixels, data.max_clip_pixels, data.max_audio_samples, data.max_decode_s)
+
+    def for_a_record(self) -> "MediaLimits":
+        """The same for one record, whose media have `max_decode_s` seconds together from now on."""
+        return replace(self, ends=time.monotonic() + self.max_decode_s)
 
     def check_picture(self, name: str, width: int, height: int) -> None:
         """Refuse a picture of no pixels or of more than `max_image_pixels`.
@@ -75,9 +80,10 @@ class MediaLimits:
         Raises:
             RecordError: unreadable_media.
         """
-        most = max(self.max_clip_pixels, self.max_image_pixels)
+        key = "max_clip_pixels" if self.max_clip_pixels >= self.max_image_pixels else "max_image_pixels"
+        most = getattr(self, key)
         if num_pixels > most:
-            why = f"its pictures have {num_pixels:,} pixels together, over {most:,} (`data.max_clip_pixels`)"
+            why = f"its pictures have {num_pixels:,} pixels together, over {most:,} (`data.{key}`)"
             raise RecordError("unreadable_media", why)
 
     def check_clip(self, name: str, num_frames: int, width: int, height: int) -> None:
@@ -112,24 +118,36 @@ class MediaLimits:
         if number > most:
             raise unreadable(name, f"{said} {number:,} {unit}, over {most:,} (`data.{key}`)")
 
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left, always more than none."""
+        return min(self.max_decode_s, max(self.ends - time.monotonic(), 1e-3))
+
+    def check_time(self, name: str) -> None:
+        """Refuse to go on with a medium when the time of its record is over.
+
+        Raises:
+            TookTooLong: the time is over.
+        """
+        if time.monotonic() > self.ends:
+            why = f"the media of its record take more than {self.max_decode_s:g} s to read (`data.max_decode_s`)"
+            raise TookTooLong("unreadable_media", f"{name}: {why}")
+
     def in_time(self, name: str, parts: Iterable[_Part]) -> Iterator[_Part]:
-        """The parts of a medium, read or decoded one by one, as long as that takes at most `max_decode_s` seconds.
+        """The parts of a medium, read or decoded one by one, until the time of its record is over.
 
         Nothing can interrupt a decoder in the middle of a part, so parts have to be small: packets, blocks of samples.
 
         Raises:
             TookTooLong: the time is over.
         """
-        end = time.monotonic() + self.max_decode_s
         for part in parts:
-            if time.monotonic() > end:
-                why = f"{name}: it takes more than {self.max_decode_s:g} s to read (`data.max_decode_s`)"
-                raise TookTooLong("unreadable_media", why)
+            self.check_time(name)
             yield part
 
 
 class TookTooLong(RecordError):
-    """A medium takes longer to read than it may."""
+    """The media of a record take longer to read than they may."""
 
 
 @contextmanager

@@ -84,6 +84,7 @@ _Header = ImageSize | VideoHeader | AudioHeader
 
 def _header_of(medium: Medium, media_root: Path, limits: MediaLimits) -> _Header:
     file = resolve_medium(media_root, medium)
+    limits.check_time(file.name)
     read = {"image": image_size, "video": video_header, "audio": audio_header}[medium.kind]
     return read(file, limits)
 
@@ -118,7 +119,8 @@ class ShapeReader:
             RecordError: missing_media, path_escape or unreadable_media.
         """
         num_images = sum(medium.kind == "image" for medium in record.media)
-        shapes = [self._read_medium(medium, media_root, num_images) for medium in record.media]
+        limits = self.limits.for_a_record()
+        shapes = [self._read_medium(medium, media_root, num_images, limits) for medium in record.media]
         self.limits.check_pictures(sum(math.prod(shape.size) for shape in shapes if shape.kind == "image"))
         return shapes
 
@@ -167,17 +169,17 @@ class ShapeReader:
         turns = tuple(Turn(turn.role, _PLACEHOLDER.sub(in_text, turn.content)) for turn in record.turns)
         return PlacedText(turns, media, num_tokens)
 
-    def _read_medium(self, medium: Medium, media_root: Path, num_images: int) -> MediumShape:
+    def _read_medium(self, medium: Medium, media_root: Path, num_images: int, limits: MediaLimits) -> MediumShape:
         if medium.size is not None:
             _refuse_escape(medium, media_root)
-            self.limits.check_picture(str(medium.file), *medium.size)
+            limits.check_picture(str(medium.file), *medium.size)
             return self._image(medium.size, num_images)
-        header = self.read_header(medium, media_root, self.limits)
+        header = self.read_header(medium, media_root, limits)
         if isinstance(header, ImageSize):
             return self._image(header, num_images)
         if isinstance(header, VideoHeader):
             num_frames = len(frame_indices(header, self.data.video))
-            self.limits.check_clip(str(medium.file), num_frames, header.width, header.height)
+            limits.check_clip(str(medium.file), num_frames, header.width, header.height)
             frame_us = min(round(1e6 * header.num_frames / header.fps / num_frames), _MOST)
             rate_uhz = min(round(1e6 * header.fps), _MOST)
             return self._video(ImageSize(header.width, header.height), num_frames, frame_us, rate_uhz)

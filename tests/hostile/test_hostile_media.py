@@ -61,7 +61,8 @@ def profiled(reader: ShapeReader, medium: Medium, root: Path) -> MediumSize:
 def loaded(reader: ShapeReader, medium: Medium, size: MediumSize, root: Path) -> tuple[np.ndarray, list[str], bool]:
     """A medium of this profiled size as training loads it, what is said of it, and whether it became blank."""
     said, blank = [], []
-    (items,) = MediaDecoder(Seen(), reader.data.video, reader.limits, said, blank).items_of([medium], [size], root)
+    limits = reader.limits.for_a_record()
+    (items,) = MediaDecoder(Seen(), reader.data.video, limits, said, blank).items_of([medium], [size], root)
     return items, said, bool(blank)
 
 
@@ -261,8 +262,11 @@ def test_a_record_of_many_pictures_is_refused_by_the_pixels_of_all(reader, tmp_p
     strict = replace(reader, data=replace(reader.data, max_clip_pixels=600, max_image_pixels=200))
     assert len(strict.read_media(Record(None, (Medium("image", "a.png"),) * 3, ()), tmp_path)) == 3
     for medium in (Medium("image", "a.png"), Medium("image", "a.png", size=(20, 10))):
-        with pytest.raises(RecordError, match=r"its pictures have 800 pixels together, over 600 "):
+        with pytest.raises(RecordError, match=r"its pictures have 800 pixels together, over 600 \(`data.max_clip_"):
             strict.read_media(Record(None, (medium,) * 4, ()), tmp_path)
+    stricter = replace(reader, data=replace(reader.data, max_clip_pixels=100, max_image_pixels=200))
+    with pytest.raises(RecordError, match=r"its pictures have 400 pixels together, over 200 \(`data.max_image_pixels"):
+        stricter.read_media(Record(None, (Medium("image", "a.png"),) * 2, ()), tmp_path)
 
 
 HASTY = {
@@ -291,10 +295,34 @@ def test_nothing_is_learned_of_a_medium_whose_time_is_over_in_the_middle(reader,
     size = profiled(reader, medium, Path())
     clock = itertools.count(step=2.0)
     monkeypatch.setattr(media_limits.time, "monotonic", lambda: next(clock))
-    hasty = replace(reader, data=replace(reader.data, max_decode_s=3))  # the first part is in time, the second is not
+    hasty = replace(reader, data=replace(reader.data, max_decode_s=5))  # the first part is in time, the second is not
     _, said, is_blank = loaded(hasty, medium, size, Path())
     assert is_blank
-    assert "it takes more than 3 s to read" in said[0]
+    assert "the media of its record take more than 5 s to read (`data.max_decode_s`)" in said[0]
+
+
+def test_the_media_of_a_record_have_one_limit_of_time_together(reader, monkeypatch):
+    """Each takes little; a record of a thousand would keep a loader for hours."""
+    picture = io.BytesIO()
+    Image.new("RGB", (20, 10)).save(picture, "PNG")
+    contents = {"picture.png": picture.getvalue(), "clip.mkv": HASTY["clip.mkv"], "sound.wav": HASTY["sound.wav"]}
+    kinds = ("image", "video", "audio")
+    media = [
+        Medium(kind, EmbeddedBytes(name, content)) for kind, (name, content) in zip(kinds, contents.items(), strict=True)
+    ]
+    sizes = [profiled(reader, medium, Path()) for medium in media]
+    clock = itertools.count()
+    monkeypatch.setattr(media_limits.time, "monotonic", lambda: next(clock))
+    for medium, size in zip(media, sizes, strict=True):
+        patient = replace(reader, data=replace(reader.data, max_decode_s=100))
+        assert len(patient.read_media(Record(None, (medium,) * 2, ()), Path())) == 2
+        with pytest.raises(RecordError, match=rf"^{medium.file}: the media of its record take more than 100 s"):
+            patient.read_media(Record(None, (medium,) * 200, ()), Path())
+        blank: list[Medium] = []
+        decoder = MediaDecoder(Seen(), reader.data.video, patient.limits.for_a_record(), [], blank)
+        assert len(decoder.items_of([medium] * 200, [size] * 200, Path())) == 200
+        assert 0 < len(blank) < 200
+        assert "the media of its record take more than 100 s to read" in decoder.unreadable[-1]
 
 
 def test_whatever_a_decoder_raises_is_a_refusal_that_says_what_it_was():
