@@ -196,6 +196,7 @@ class MicrobatchLoader(Dataset):
                     [sample.record.media[number] for number in numbers],
                     [sizes[number] for number in numbers],
                     sample.media_root,
+                    [medium.num_items for medium in layouts[-1]],
                 )
             except RecordError as error:
                 raise UserError(_changed(ref, str(error))) from None

@@ -2,7 +2,7 @@
 
 A medium that is no longer what was profiled does not stop a run, but it is reported:
 
-- a medium that cannot be decoded becomes blank items, and nothing is learned from its sample;
+- a medium that cannot be decoded, or not in time, becomes items of zeros, and nothing is learned from its sample;
 - a picture of another size is scaled;
 - a clip with fewer frames repeats its last frame, further frames are left out, and frames of another size are scaled;
 - a sound of another length is cut, or padded with silence.
@@ -39,8 +39,8 @@ _TOLERATED_SAMPLES = SOUND_RATE_HZ // 10
 class MediaDecoder:
     """Decodes media and passes them to a model family's processor.
 
-    For each medium that is not as it was profiled, a sentence is appended to `unreadable`. Media that became blank are
-    appended to `blank`.
+    For each medium that is not as it was profiled, a sentence is appended to `unreadable`. Media that became blank,
+    items of zeros, are appended to `blank`.
     """
 
     processor: MediaProcessor
@@ -49,52 +49,56 @@ class MediaDecoder:
     unreadable: list[str]
     blank: list[Medium]
 
-    def items_of(self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path) -> list[np.ndarray]:
-        """The items of each medium, [num_items, *item_shape of the processor]. All media are of the same encoder.
+    def items_of(
+        self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path, num_items: Sequence[int]
+    ) -> list[np.ndarray]:
+        """The items of each medium, [num_items, *item_shape of the processor], as many as `num_items` says where it is
+        blank. All media are of the same encoder.
 
         Raises:
             RecordError: missing_media or path_escape.
         """
-        known = list(zip(media, sizes, strict=True))
-        pictures = [self._picture(medium, size, root) for medium, size in known if medium.kind == "image"]
-        crops = iter(self.processor.images(pictures)) if pictures else iter(())
-        items = []
-        for medium, size in known:
-            if medium.kind == "image":
-                items.append(next(crops))
-            elif medium.kind == "video":
-                items.append(self.processor.frames(self._frames(medium, resolve_medium(root, medium), size)))
-            else:
-                items.append(self.processor.sound(self._sound(medium, resolve_medium(root, medium), size)))
-        return items
+        known = list(enumerate(zip(media, sizes, strict=True)))
+        pictures = {number: self._picture(*one, root) for number, one in known if one[0].kind == "image"}
+        shown = {number: picture for number, picture in pictures.items() if picture is not None}
+        made = dict(zip(shown, self.processor.images(list(shown.values())), strict=True)) if shown else {}
+        for number, (medium, size) in known:
+            if medium.kind == "video" and (frames := self._frames(medium, resolve_medium(root, medium), size)):
+                made[number] = self.processor.frames(frames)
+            if medium.kind == "audio":
+                samples = self._sound(medium, resolve_medium(root, medium), size)
+                if samples is not None:
+                    made[number] = self.processor.sound(samples)
+        # A processor would take its time for blank media as well, e.g. ten seconds for 32 frames of 4K.
+        blank = ((num, *self.processor.item_shape) for num in num_items)
+        return [made[number] if number in made else np.zeros(shape, np.uint8) for number, shape in enumerate(blank)]
 
-    def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image:
+    def _picture(self, medium: Medium, size: MediumSize, root: Path) -> Image.Image | None:
+        """A picture in the size that was profiled; None if it is blank."""
         is_trusted = medium.size is not None  # profiling did not look at the file
         try:
             file = resolve_medium(root, medium)
         except RecordError as error:
             if not is_trusted:
                 raise
-            self._say_blank(medium, str(error))
-            return Image.new("RGB", size.pixels)
+            return self._say_blank(medium, str(error))
         try:
             picture = _decoded_picture(file, self.limits)
         except RecordError as error:
-            self._say_blank(medium, _why(error, file))
-            return Image.new("RGB", size.pixels)
+            return self._say_blank(medium, _why(error, file))
         if picture.size == size.pixels:
             return picture
         who = "the record says" if is_trusted else "it was profiled with"
         self.unreadable.append(f"{medium.file}: {picture.size} pixels, {who} {tuple(size.pixels)}; it was scaled")
         return picture.resize(size.pixels)
 
-    def _sound(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> np.ndarray:
-        """As many samples as were profiled, float32 [num_samples]. Another length in the file is reported."""
+    def _sound(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> np.ndarray | None:
+        """As many samples as were profiled, float32 [num_samples]; None if the sound is blank. Another length in the
+        file is reported."""
         try:
             samples = read_sound(file, self.limits)
         except RecordError as error:
-            self._say_blank(medium, _why(error, file))
-            return np.zeros(size.num_samples, dtype=np.float32)
+            return self._say_blank(medium, _why(error, file))
         if abs(len(samples) - size.num_samples) > _TOLERATED_SAMPLES:
             profiled, found = (count / SOUND_RATE_HZ for count in (size.num_samples, len(samples)))
             self.unreadable.append(f"{medium.file}: {found:.6g} s of sound, it was profiled with {profiled:.6g} s")
@@ -104,8 +108,9 @@ class MediaDecoder:
         self.unreadable.append(f"{medium.file}: {why}; nothing is learned from its sample")
         self.blank.append(medium)
 
-    def _frames(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> list[Image.Image]:
-        """As many frames as were profiled. If decoding ends early, the last frame is repeated, and that is reported."""
+    def _frames(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> list[Image.Image] | None:
+        """As many frames as were profiled; None if the clip is blank. If decoding ends early, the last frame is
+        repeated, and that is reported."""
         frames: list[Image.Image] = []
         why = "it has no more"
         try:
@@ -115,9 +120,8 @@ class MediaDecoder:
             if isinstance(error, TookTooLong):  # how far it came depends on how busy the machine is
                 frames.clear()
         if not frames:
-            self._say_blank(medium, f"no frame could be decoded: {why}")
-            frames.append(Image.new("RGB", size.pixels))
-        elif len(frames) < size.num_frames:
+            return self._say_blank(medium, f"no frame could be decoded: {why}")
+        if len(frames) < size.num_frames:
             decoded = f"{len(frames)} of {size.num_frames} frames could be decoded: {why}"
             self.unreadable.append(f"{file}: {decoded}; the last one is repeated")
         return frames + [frames[-1]] * (size.num_frames - len(frames))

@@ -62,7 +62,8 @@ def loaded(reader: ShapeReader, medium: Medium, size: MediumSize, root: Path) ->
     """A medium of this profiled size as training loads it, what is said of it, and whether it became blank."""
     said, blank = [], []
     limits = reader.limits.for_a_record()
-    (items,) = MediaDecoder(Seen(), reader.data.video, limits, said, blank).items_of([medium], [size], root)
+    decoder = MediaDecoder(Seen(), reader.data.video, limits, said, blank)
+    (items,) = decoder.items_of([medium], [size], root, [max(1, size.num_frames + size.num_samples)])
     return items, said, bool(blank)
 
 
@@ -70,10 +71,12 @@ def profile_and_load(reader: ShapeReader, kind: str, file: Path) -> None:
     """Profile a file, which may be refused, and load it: it must have the size that was profiled."""
     medium = Medium(kind, file.name)
     size = profiled(reader, medium, file.parent)
-    items, _, _ = loaded(reader, medium, size, file.parent)
+    items, _, is_blank = loaded(reader, medium, size, file.parent)
     if kind == "audio":
         assert len(items) == size.num_samples
         assert np.abs(items).max(initial=0) < np.inf
+    elif is_blank:
+        assert not items.any()
     else:
         assert items.tolist() == [list(size.pixels)] * max(1, size.num_frames)
 
@@ -308,7 +311,8 @@ def test_the_media_of_a_record_have_one_limit_of_time_together(reader, monkeypat
     contents = {"picture.png": picture.getvalue(), "clip.mkv": HASTY["clip.mkv"], "sound.wav": HASTY["sound.wav"]}
     kinds = ("image", "video", "audio")
     media = [
-        Medium(kind, EmbeddedBytes(name, content)) for kind, (name, content) in zip(kinds, contents.items(), strict=True)
+        Medium(kind, EmbeddedBytes(name, content))
+        for kind, (name, content) in zip(kinds, contents.items(), strict=True)
     ]
     sizes = [profiled(reader, medium, Path()) for medium in media]
     clock = itertools.count()
@@ -320,7 +324,9 @@ def test_the_media_of_a_record_have_one_limit_of_time_together(reader, monkeypat
             patient.read_media(Record(None, (medium,) * 200, ()), Path())
         blank: list[Medium] = []
         decoder = MediaDecoder(Seen(), reader.data.video, patient.limits.for_a_record(), [], blank)
-        assert len(decoder.items_of([medium] * 200, [size] * 200, Path())) == 200
+        items = decoder.items_of([medium] * 200, [size] * 200, Path(), [1] * 200)
+        assert len(items) == 200
+        assert not items[-1].any()
         assert 0 < len(blank) < 200
         assert "the media of its record take more than 100 s to read" in decoder.unreadable[-1]
 
@@ -344,6 +350,7 @@ def print_peak():
     print(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])
 
 class Nothing:
+    item_shape = ()
     images = frames = staticmethod(lambda pictures: [None] * len(pictures))
     sound = len
 
@@ -351,7 +358,7 @@ data, file = DataConfig(), Path(sys.argv[1])
 kind, *size = sys.argv[2].split()
 decoder = MediaDecoder(Nothing(), data.video, MediaLimits.of(data), [], [])
 print_peak()
-decoder.items_of([Medium(kind, file.name)], [MediumSize(*map(int, size))], file.parent)
+decoder.items_of([Medium(kind, file.name)], [MediumSize(*map(int, size))], file.parent, [1])
 assert not decoder.unreadable, decoder.unreadable
 print_peak()
 """

@@ -89,7 +89,7 @@ def decode(path: Path, num_samples: int) -> tuple[np.ndarray, list[str], list[Me
     unreadable, blank = [], []
     decoder = MediaDecoder(Waves(), VideoConfig(), LIMITS, unreadable, blank)
     (samples,) = decoder.items_of(
-        [Medium("audio", path.name)], [MediumSize(0, 0, 0, num_samples=num_samples)], path.parent
+        [Medium("audio", path.name)], [MediumSize(0, 0, 0, num_samples=num_samples)], path.parent, [num_samples]
     )
     return samples, unreadable, blank
 
