@@ -309,11 +309,8 @@ def test_the_media_of_a_record_have_one_limit_of_time_together(reader, monkeypat
     picture = io.BytesIO()
     Image.new("RGB", (20, 10)).save(picture, "PNG")
     contents = {"picture.png": picture.getvalue(), "clip.mkv": HASTY["clip.mkv"], "sound.wav": HASTY["sound.wav"]}
-    kinds = ("image", "video", "audio")
-    media = [
-        Medium(kind, EmbeddedBytes(name, content))
-        for kind, (name, content) in zip(kinds, contents.items(), strict=True)
-    ]
+    files = [EmbeddedBytes(name, content) for name, content in contents.items()]
+    media = [Medium(kind, file) for kind, file in zip(("image", "video", "audio"), files, strict=True)]
     sizes = [profiled(reader, medium, Path()) for medium in media]
     clock = itertools.count()
     monkeypatch.setattr(media_limits.time, "monotonic", lambda: next(clock))
