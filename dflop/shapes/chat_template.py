@@ -17,7 +17,7 @@ from dflop.base import UserError
 from dflop.shapes.record_media import RecordError, is_text
 from dflop.shapes.records import Turn
 from dflop.shapes.template_language import MARKS, has_generation_blocks, make_environment
-from dflop.shapes.template_limits import STEPS, Steps, TooManySteps
+from dflop.shapes.template_limits import MOST_STEPS_OF_ALL, STEPS, Steps, TooManySteps
 
 __all__ = ["ChatTemplate", "Rendered"]
 
@@ -38,14 +38,16 @@ _REFUSALS = (
     MemoryError,
 )
 _MAX_CHARACTERS = 1 << 20
-# Of all renderings of a conversation together, which takes some ten seconds.
-_MOST_STEPS_OF_ALL = 10_000_000
 _WAY_OUT = "copy it again from where the checkpoint is from, or mend it"
 # The roles of the conversations that a template is tried with: some refuse a system turn, others a lone user turn.
 _TRIED_ROLES = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
 _CANNOT_TELL = (
     "the tokenizer's chat template changes turn {} when others follow, so that the learned tokens cannot be told; "
     "put {{% generation %}} and {{% endgeneration %}} around what it writes of the assistant"
+)
+_TOO_MANY_ANSWERS = (
+    "to find its {:,} answers, the tokenizer's chat template takes more than {:,} steps; split the conversation, or "
+    "put {{% generation %}} and {{% endgeneration %}} around what the template writes of the assistant"
 )
 
 
@@ -111,24 +113,28 @@ class ChatTemplate:
             RecordError: bad_record, when the template refuses a conversation, or rewrites it so that its learned tokens
                 cannot be determined.
         """
-        messages = self._messages(turns)
-        steps = _steps_for(messages)
-        whole = self._run(messages, steps=steps)
+        messages, steps = self._messages(turns), Steps()
+        whole, taken = self._run(messages, steps), steps.taken
         if self._has_blocks:
-            found = self._blocks(messages)
+            found = self._blocks(messages, steps)
             if found and found[0] == whole:
                 return whole, [(start, _extended(whole, end, self._ending)) for start, end in found[1]]
         num_answers = sum(message.role == "assistant" for message in messages)
-        if num_answers * steps.taken > _MOST_STEPS_OF_ALL:  # each answer is found by renderings of its own
-            raise RecordError("bad_record", f"{num_answers:,} answers take the tokenizer's chat template too long")
-        return whole, self._spans_behind_prompts(messages, whole)
+        too_many = RecordError("bad_record", _TOO_MANY_ANSWERS.format(num_answers, MOST_STEPS_OF_ALL))
+        # Each answer is found by two renderings, of half the conversation on average, or by some more.
+        if num_answers * taken > MOST_STEPS_OF_ALL:
+            raise too_many
+        try:
+            return whole, self._spans_behind_prompts(messages, whole, steps)
+        except _Endless as error:
+            raise (too_many if steps.are_all_taken else error) from None
 
-    def _blocks(self, messages: Sequence[_Message]) -> Rendered | None:
+    def _blocks(self, messages: Sequence[_Message], steps: Steps) -> Rendered | None:
         """The text and the spans of its generation blocks; None if blocks are nested."""
         marks = _unused_marks([message.text for message in messages])
-        return _take_out_marks(self._run(messages, marks=marks), marks)
+        return _take_out_marks(self._run(messages, steps, marks=marks), marks)
 
-    def _spans_behind_prompts(self, messages: Sequence[_Message], whole: str) -> list[tuple[int, int]]:
+    def _spans_behind_prompts(self, messages: Sequence[_Message], whole: str, steps: Steps) -> list[tuple[int, int]]:
         """The span of each answer in `whole`, found from two shorter renderings.
 
         The turns before the answer, with a generation prompt, end where it begins. The turns up to and including the
@@ -138,38 +144,42 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self._run_or_none(messages[:index], prompt=True)
-            until = whole if index == len(messages) - 1 else self._run_or_none(messages[: index + 1])
+            before = self._run_or_none(messages[:index], steps, prompt=True)
+            until = whole if index == len(messages) - 1 else self._run_or_none(messages[: index + 1], steps)
             start = len(before) if before is not None and whole.startswith(before) else None
             end = len(until.rstrip()) if until is not None and whole.startswith(until.rstrip()) else None
             if start is None or end is None:
-                its_start, its_end = self._find_answer(messages, index, whole)
+                its_start, its_end = self._find_answer(messages, index, whole, steps)
                 start, end = its_start if start is None else start, its_end if end is None else end
             if start is None or end is None:
                 raise RecordError("bad_record", _CANNOT_TELL.format(index + 1))
             spans.append((start, end))
         return spans
 
-    def _find_answer(self, messages: Sequence[_Message], index: int, whole: str) -> tuple[int | None, int | None]:
+    def _find_answer(
+        self, messages: Sequence[_Message], index: int, whole: str, steps: Steps
+    ) -> tuple[int | None, int | None]:
         """Where an answer begins and ends; each is None if it cannot be determined. The template is run with marks at
         the answer's ends. A run in which the marks change anything else is not used."""
         marks = _unused_marks([message.text for message in messages])
         for mark in (_between, _around):
             marked = list(messages)
             marked[index] = messages[index]._replace(text=mark(messages[index].text, marks))
-            rendered = self._run_or_none(marked)
+            rendered = self._run_or_none(marked, steps)
             if rendered is None or rendered.count(marks[1]) != 1 or re.sub(f"[{marks}]", "", rendered) != whole:
                 continue
             *before, answer = rendered[: rendered.index(marks[1])].split(marks[0])
             end = len("".join(before)) + len(answer)
-            alone = self._run_or_none(marked[: index + 1]) or ""
+            alone = self._run_or_none(marked[: index + 1], steps) or ""
             ending = alone.rpartition(marks[1])[2].rstrip()
             return end - len(answer) if len(before) == 1 else None, _extended(whole, end, ending)
         return None, None
 
-    def _run_or_none(self, messages: Sequence[_Message], *, prompt: bool = False) -> str | None:
+    def _run_or_none(
+        self, messages: Sequence[_Message], steps: Steps | None = None, *, prompt: bool = False
+    ) -> str | None:
         try:
-            return self._run(messages, prompt=prompt)
+            return self._run(messages, steps, prompt=prompt)
         except _Endless:
             raise
         except RecordError:
@@ -178,16 +188,19 @@ class ChatTemplate:
     def _run(
         self,
         messages: Sequence[_Message],
+        steps: Steps | None = None,
         *,
         prompt: bool = False,
         marks: str | None = None,
-        steps: Steps | None = None,
     ) -> str:
-        """The rendered text, with `marks` around generation blocks."""
+        """The rendered text, with `marks` around generation blocks. A conversation that is rendered several times has
+        the same `steps` each time."""
+        steps = steps or Steps()
+        steps.begin(sum(len(message.text) for message in messages))
         given = self._given | {
             "messages": [self._as_given(message) for message in messages],
             "add_generation_prompt": prompt,
-            STEPS: steps or _steps_for(messages),
+            STEPS: steps,
         }
         if marks:
             given[MARKS] = marks
@@ -268,7 +281,7 @@ class ChatTemplate:
         for num in (1, 2):
             asked = [_Message(role, "probe") for _ in range(num) for role in ("user", "assistant")]
             try:
-                found = self._blocks(asked)
+                found = self._blocks(asked, Steps())
             except _Endless:
                 raise
             except RecordError:
@@ -278,10 +291,6 @@ class ChatTemplate:
                 behind = re.compile(rf"\s*(?:{tokens})").match(text, blocks[len(blocks) // num - 1][1])
                 endings.add(behind[0] if behind else "")
         return endings.pop() if len(endings) == 1 else ""
-
-
-def _steps_for(messages: Sequence[_Message]) -> Steps:
-    return Steps(sum(len(message.text) for message in messages))
 
 
 def _extended(text: str, end: int, ending: str) -> int:

@@ -1,4 +1,4 @@
-"""What a chat template may do: so many steps a conversation, the same number on every machine.
+"""What a chat template may do: so many steps a rendering, and a conversation, the same numbers on every machine.
 
 A template comes with its model and may loop, repeat and join as it likes. Its steps are counted, because a limit of
 time would let profiling and training disagree. A step is a round of a loop, a call, an operation, an entry of a list,
@@ -18,7 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["STEPS", "LimitedEnvironment", "Steps", "TooManySteps", "counted"]
+__all__ = ["MOST_STEPS_OF_ALL", "STEPS", "LimitedEnvironment", "Steps", "TooManySteps", "counted"]
+
+# Of all renderings of a conversation together, which takes 10 to 50 seconds.
+MOST_STEPS_OF_ALL = 25_000_000
 
 # The template variable that holds the steps that are left. No template can use a name that begins with a digit.
 STEPS = "0steps"
@@ -48,15 +51,25 @@ class TooManySteps(TemplateError):
 
 
 class Steps:
-    """The steps that are left of one rendering."""
+    """The steps that are left: `left` of one rendering, and in all of the renderings after it."""
 
-    def __init__(self, num_characters: int) -> None:
-        """`num_characters`: of the conversation."""
-        self.left = self._all = _MOST_STEPS + 10 * num_characters
+    def __init__(self) -> None:
+        self.left, self._left_behind = 0, MOST_STEPS_OF_ALL
+
+    def begin(self, num_characters: int) -> None:
+        """Begin a rendering of so many characters of a conversation."""
+        self._left_behind += self.left
+        self.left = min(_MOST_STEPS + 10 * num_characters, self._left_behind)
+        self._left_behind -= self.left
 
     @property
     def taken(self) -> int:
-        return self._all - self.left
+        """In all renderings."""
+        return MOST_STEPS_OF_ALL - self._left_behind - self.left
+
+    @property
+    def are_all_taken(self) -> bool:
+        return self.taken > MOST_STEPS_OF_ALL
 
     def pay(self, steps: int) -> None:
         """Take so many steps.

@@ -14,7 +14,7 @@ from fuzzing import damaged, fuzz
 
 from dflop.base import UserError
 from dflop.config import DataConfig, SourceConfig
-from dflop.shapes import list_sources
+from dflop.shapes import list_sources, template_limits
 from dflop.shapes.chat_template import ChatTemplate
 from dflop.shapes.manifests.index import ManifestFile
 from dflop.shapes.record_media import RecordError
@@ -186,12 +186,24 @@ def test_a_made_up_template_renders_or_is_refused(tmp_path):
 
 
 def test_a_conversation_of_thousands_of_turns_costs_its_record_and_not_hours():
-    """Each answer is found by renderings of all turns before it: 2,000 turns took 14 s, and 60,000 would take hours."""
+    """Each answer is found by renderings of all turns before it: 60,000 turns would take hours."""
     chat = ChatTemplate("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     turns = [Turn("user", "a"), Turn("assistant", "b")]
     assert len(chat.render(turns * 100)[1]) == 100
-    with pytest.raises(RecordError, match="30,000 answers take the tokenizer's chat template too long"):
+    with pytest.raises(RecordError, match=r"find its 30,000 answers, .* more than 25,000,000 steps; split the conv"):
         chat.render(turns * 30_000)
+
+
+def test_a_template_that_is_slow_before_the_last_turn_alone_costs_its_record_and_not_hours(monkeypatch):
+    """The whole conversation takes few steps, and each of the renderings that find its answers nearly all it may."""
+    monkeypatch.setattr(template_limits, "_MOST_STEPS", 5_000)
+    monkeypatch.setattr(template_limits, "MOST_STEPS_OF_ALL", 50_000)
+    slow = "{% if messages | length < 60 %}{% for i in range(4_000) %}{% endfor %}{% endif %}"
+    chat = ChatTemplate(slow + "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    turns = [Turn("user", "a"), Turn("assistant", "b")]
+    assert len(chat.render(turns * 5)[1]) == 5
+    with pytest.raises(RecordError, match="to find its 30 answers"):
+        chat.render(turns * 30)
 
 
 # What reaches Python's internals, other files or modules from a template that is not held.

@@ -218,6 +218,15 @@ def test_a_long_conversation_takes_far_fewer_steps_than_there_are(templates, mon
         templates[name]._run(templates[name]._messages(turns))
 
 
+@pytest.mark.parametrize("name", [name for name in vars(known_templates) if name.isupper() and "PROMPT" not in name])
+def test_five_hundred_answers_are_found_within_the_steps(name, monkeypatch):
+    """Steps grow with the square of the answers at most: a tenth of the answers has a hundredth of the steps."""
+    monkeypatch.setattr(template_limits, "MOST_STEPS_OF_ALL", template_limits.MOST_STEPS_OF_ALL // 100)
+    template = ChatTemplate(getattr(known_templates, name), named_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    turns = [Turn(role, f"{number:3} " + "words " * 33) for number in range(50) for role in ("user", "assistant")]
+    assert len(template.render(turns)[1]) == 50
+
+
 def test_texts_may_be_formatted():
     code = "{{ '%s, %02d, {}' % ('2024', 3) }} {{ 'of 2024: {} {{}}'.format(messages | length) }} "
     text, _ = ChatTemplate(code + AS_USUAL).render([Turn("user", "a"), Turn("assistant", "b")])
