@@ -23,6 +23,7 @@ __all__ = [
     "weights_digest",
 ]
 
+_PROCESSOR = "processor_config.json"
 _BLOCK_BYTES = 1 << 12  # of each tensor, for `weights_digest`
 _HEADER_LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # as safetensors allows
@@ -67,6 +68,8 @@ def weights_digest(folder: Path) -> str:
                     begin, end = tensors[name]["data_offsets"]
                     file.seek(first + begin)
                     running.update(file.read(min(_BLOCK_BYTES, end - begin)))
+        except UserError:
+            raise
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}; copy it again") from None
     return running.hexdigest()[:16] if files else ""
@@ -115,8 +118,8 @@ def read_processor(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: when a file cannot be read.
     """
-    whole = _read_fields(folder / "processor_config.json") or {}
-    _, images = read_image_fields(folder)
+    whole = _read_fields(folder / _PROCESSOR) or {}
+    _, images = _image_fields(folder, whole)
     videos = _section(folder, whole, "video_processor") or _read_fields(folder / "video_preprocessor_config.json")
     videos = videos or images
     own = {key: value for key, value in whole.items() if not isinstance(value, dict)}
@@ -129,9 +132,12 @@ def read_image_fields(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         UserError: when a file cannot be read.
     """
-    path = folder / "processor_config.json"
-    if fields := _section(folder, _read_fields(path) or {}, "image_processor"):
-        return path, fields
+    return _image_fields(folder, _read_fields(folder / _PROCESSOR) or {})
+
+
+def _image_fields(folder: Path, whole: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    if fields := _section(folder, whole, "image_processor"):
+        return folder / _PROCESSOR, fields
     path = folder / "preprocessor_config.json"
     return path, _read_fields(path) or {}
 
@@ -139,8 +145,9 @@ def read_image_fields(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _section(folder: Path, whole: Mapping[str, Any], key: str) -> dict[str, Any]:
     section = whole.get(key) or {}
     if not isinstance(section, dict):
-        path = folder / "processor_config.json"
-        raise UserError(f"{path} has `{key}` {_shown(section)}; it must hold keys and values as Hugging Face writes")
+        raise UserError(
+            f"{folder / _PROCESSOR} has `{key}` {_shown(section)}; it must hold keys and values as Hugging Face writes"
+        )
     return section
 
 

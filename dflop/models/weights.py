@@ -6,11 +6,12 @@ submodule's name, so that every layout starts from the same model.
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -91,8 +92,9 @@ def load_weights(
     whose name becomes empty is skipped. `known` are the names of all tensors of the whole model.
 
     Raises:
-        UserError: when there is no safetensors file, or naming the first tensor that the checkpoint lacks, that has
-            another shape, or that the model does not have; also when a head that should be tied is not the embedding.
+        UserError: when there is no safetensors file, or one is damaged, or naming the first tensor that the checkpoint
+            lacks, that has another shape, or that the model does not have; also when a head that should be tied is not
+            the embedding.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
@@ -103,7 +105,7 @@ def load_weights(
     if model.config.tie_word_embeddings:
         wanted.pop(_HEAD, None)  # the head is the embedding, which checkpoints hold only once
     for file in files:
-        with safe_open(file, framework="pt") as stored:
+        with _opened(file) as stored:
             for stored_name in stored.keys():  # noqa: SIM118  (safe_open is no dict)
                 name = _renamed(stored_name, renamings)
                 if not name:
@@ -137,6 +139,15 @@ def load_weights(
                 f"the checkpoint {checkpoint} holds a head that is not its embedding, although its config.json says "
                 "`tie_word_embeddings`: true; set that to false"
             )
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            yield stored
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read: {error}; copy it again") from None
 
 
 def _rows(

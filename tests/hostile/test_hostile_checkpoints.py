@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from fuzzing import damaged, fuzz
@@ -20,7 +21,12 @@ from dflop.base import UserError
 from dflop.cli import main
 from dflop.config import ModelConfig
 from dflop.models import load_model_spec, load_runtime
+from dflop.models.checkpoint import weights_digest
 from dflop.models.family import family_names, family_of
+from dflop.models.weights import load_weights
+from dflop.shapes.record_media import RecordError
+from dflop.shapes.records import Turn
+from dflop.shapes.text import BUNDLED_TOKENIZER, ChatTokenizer
 from dflop.train.adamw import Piece
 from dflop.train.checkpoint import load_checkpoint, save_checkpoint
 from dflop.train.checkpoint_index import IndexReader
@@ -256,3 +262,88 @@ def test_a_file_of_a_model_with_values_of_other_kinds_is_refused_in_a_line(
     said = capsys.readouterr().err
     assert str(tmp_path) in said
     assert len(said.splitlines()) == 1
+
+
+TEMPLATE = (BUNDLED_TOKENIZER / "chat_template.jinja").read_text()
+TALK = [Turn("system", "Be brief."), Turn("user", "<image>\nWhat is it?"), Turn("assistant", "A dog, I think.")]
+
+
+def model_folder(family: str) -> dict[str, bytes]:
+    """The files of a model that are no weights, as Hugging Face writes them."""
+    spec = load_model_spec(ModelConfig(family=family, preset="tiny"))
+    images = json.loads(load_runtime(family).processors["vision"](spec).processor.to_json_string())
+    tokens = json.loads((BUNDLED_TOKENIZER / "tokenizer_config.json").read_text())
+    objects = {
+        "config.json": family_of(family).presets["tiny"] | {"model_type": family},
+        "preprocessor_config.json": images,
+        "processor_config.json": {"processor_class": "Processor", "video_processor": images, "image_seq_length": None},
+        "video_preprocessor_config.json": images,
+        "tokenizer.json": json.loads((BUNDLED_TOKENIZER / "tokenizer.json").read_text()),
+        "tokenizer_config.json": tokens | {"extra_special_tokens": {"image_token": "<image>"}},
+        "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "special": True}},
+        "added_tokens.json": {"<image>": 5},
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}},
+    }
+    return {name: json.dumps(value).encode() for name, value in objects.items()} | {
+        "chat_template.jinja": TEMPLATE.encode(),
+        "model.safetensors": safetensors.torch.save({"lm_head.weight": torch.zeros(4, 4)}),
+    }
+
+
+class Head(nn.Module):
+    """A model of one tensor."""
+
+    config = SimpleNamespace(tie_word_embeddings=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(4, 4, bias=False)
+
+
+def damaged_or_with_another_value(content: bytes, rng: random.Random) -> bytes:
+    is_json = content.startswith(b'{"') and rng.random() < 0.7
+    return (with_another_value if is_json else damaged)(content, rng)
+
+
+def test_a_file_of_weights_that_is_cut_off_is_refused_in_a_line(tmp_path):
+    content = safetensors.torch.save({"lm_head.weight": torch.zeros(4, 4)})
+    (tmp_path / "model.safetensors").write_bytes(content)
+    load_weights(Head(), tmp_path, (), {}, ("lm_head.weight",))
+    (tmp_path / "model.safetensors").write_bytes(content[:-10])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read: .*; copy it again"):
+        load_weights(Head(), tmp_path, (), {}, ("lm_head.weight",))
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
+def test_the_damaged_folder_of_a_model_is_read_or_refused_in_a_line(family, tmp_path):
+    """Its config, tokenizer, template, processor and the index of its weights, as profiling and training read them."""
+    good, folder, refusals = model_folder(family), tmp_path / "model", []
+    folder.mkdir()
+    picture = Image.new("RGB", (90, 60))
+
+    def read(path: Path) -> None:
+        for name, content in good.items():
+            if name != path.name:
+                (folder / name).write_bytes(content)
+        try:
+            spec = load_model_spec(ModelConfig(family=family, path=str(folder)))
+            weights_digest(folder)
+            load_weights(Head(), folder, (), {}, ("lm_head.weight",))
+            tokenizer = ChatTokenizer(folder, spec.rules)
+            (tokens,) = tokenizer.encode([TALK])
+            assert tokenizer.count([TALK])[0].num_tokens == len(tokens.token_ids)
+            processor = load_runtime(family).processors["vision"](spec, folder)
+            (items,) = processor.images([picture])
+            assert items.shape == (spec.rules.image(*picture.size, 1).num_items, *processor.item_shape)
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            (tmp_path / "out").mkdir()
+            tokenizer.save(tmp_path / "out")
+            processor.save(tmp_path / "out")
+            tokenizer.save_template(tmp_path / "out")
+        except (UserError, RecordError) as error:
+            refusals.append(str(error))
+            raise
+
+    fuzz(good, read, (UserError, RecordError), folder, damage=damaged_or_with_another_value, num_files=80)
+    assert refusals
+    assert not [refusal for refusal in refusals if "\n" in refusal]
