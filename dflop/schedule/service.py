@@ -309,7 +309,8 @@ class _Progress:
 
 if __name__ == "__main__":
     leave_cores_near()
-    _serve()
+    with contextlib.suppress(BrokenPipeError):  # the trainer has ended, and says why
+        _serve()
     sys.stdout.flush()
     # The thread that reads stdin is still blocked in its read. A normal exit would destroy the interpreter under it.
     os._exit(0)

@@ -64,14 +64,19 @@ def why_loading_ended(error: BaseException) -> str | None:
     more_files = f"needs more open files than {most}: ulimit -n {_OPEN_FILES}"
     if f"exit code {errno.EMFILE}." in said or _was_not_handed_over(error):
         return f"what loader processes hand over {more_files}, {fewer}"
-    if "DataLoader worker (pid" not in said:
-        return f"{error}: this rank {more_files}" if os.strerror(errno.EMFILE) in said else None
-    if f"exit code {errno.ENOSPC}." in said or "Bus error" in said:
+    is_of_loader = "DataLoader worker (pid" in said
+    if not is_of_loader and os.strerror(errno.EMFILE) in said:
+        return f"{error}: this rank {more_files}"
+    has_no_room = f"exit code {errno.ENOSPC}." in said or "Bus error" in said
+    # The locks of the loaders' queues lie in shared memory, too.
+    if (is_of_loader and has_no_room) or _is_raised_in(error, "multiprocessing/synchronize.py", errno.ENOSPC):
         size = shutil.disk_usage("/dev/shm").total / 2**30
         return (
             f"/dev/shm ({size:.3g} GiB) has no room for the microbatches that loader processes hand over: make it "
             f"larger (docker run --shm-size=16g), {fewer}"
         )
+    if not is_of_loader:
+        return None
     return (
         f"a loader process died: {str(error.__cause__ or error).split('. ')[0]}; see what it said above, or where host "
         f"memory is short, give the job more, {fewer}"
@@ -82,6 +87,11 @@ def _was_not_handed_over(error: BaseException) -> bool:
     """Whether this rank could open no more files while it took tensors from a loader."""
     if _NO_FILE_CAME in str(error) or _TORCH_TOLD in str(error):
         return True
+    return _is_raised_in(error, "torch/multiprocessing/reductions.py", errno.EMFILE)
+
+
+def _is_raised_in(error: BaseException, file: str, number: int) -> bool:
+    """Whether an error with the operating system's `number` was raised by what a file calls."""
     frames = traceback.walk_tb(error.__traceback__)
-    takes = any(frame.f_code.co_filename.endswith("torch/multiprocessing/reductions.py") for frame, _ in frames)
-    return takes and os.strerror(errno.EMFILE) in str(error)
+    is_there = any(frame.f_code.co_filename.endswith(file) for frame, _ in frames)
+    return is_there and os.strerror(number) in str(error)

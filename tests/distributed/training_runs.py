@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -74,10 +74,17 @@ def train(
 
 
 def start_run(
-    folder: Path, config: dict, plan: Path, out: Path, *, num_nodes: int = 1, **train: object
+    folder: Path,
+    config: dict,
+    plan: Path,
+    out: Path,
+    *,
+    num_nodes: int = 1,
+    within: Sequence[str] = (),
+    **train: object,
 ) -> subprocess.Popen:
-    """Start the real command, which starts torchrun."""
-    command = [sys.executable, "-m", "dflop.cli", *_arguments(folder, config, plan, out, num_nodes, train)]
+    """Start the real command, which starts torchrun, `within` another command, if one is given."""
+    command = [*within, sys.executable, "-m", "dflop.cli", *_arguments(folder, config, plan, out, num_nodes, train)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
