@@ -15,10 +15,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dflop.base import UserError
 from dflop.config import ModelConfig
 from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
-from dflop.models.spec import ModelSpec
+from dflop.models.spec import ModelSpec, ShapeRules
 from dflop.plan.trained import may_match, names_of
 
 if TYPE_CHECKING:
@@ -171,6 +173,7 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
     try:
         _check_numbers(hf_config)
         spec = family.make_spec(folder.name, hf_config, processor)
+        _try_rules(spec.rules)
     except UserError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -179,6 +182,15 @@ def _make_spec(model: ModelConfig) -> ModelSpec:
             "copy it again from where the checkpoint is from"
         ) from None
     return spec
+
+
+def _try_rules(rules: ShapeRules) -> None:
+    """Ask for the tokens of a picture and a clip: rules of values that no model has fail here, not at a record."""
+    for kind, count in (("image", rules.image(640, 480, 1)), ("video", rules.video(2, 640, 480))):
+        rules.in_text(kind, count, (0.0, 1.0))
+        if rules.num_position_axes > 1:
+            with np.errstate(invalid="raise", over="raise"):
+                rules.run_positions(kind, count, 1.0)
 
 
 def _check_numbers(hf_config: Mapping[str, Any]) -> None:

@@ -305,6 +305,15 @@ def damaged_or_with_another_value(content: bytes, rng: random.Random) -> bytes:
     return (with_another_value if is_json else damaged)(content, rng)
 
 
+@pytest.mark.parametrize("key", ["window_size", "tokens_per_second", "spatial_merge_size", "patch_size"])
+def test_a_config_whose_values_are_used_by_rules_alone_is_refused_in_a_line(key, tmp_path):
+    preset = family_of("qwen2_5_vl").presets["tiny"]
+    config = preset | {"vision_config": preset["vision_config"] | {key: {"a": 1}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"the config.json of {tmp_path}, or its processor's, has a value that no qwen"):
+        load_model_spec(ModelConfig(family="qwen2_5_vl", path=str(tmp_path)))
+
+
 def test_a_file_of_weights_that_is_cut_off_is_refused_in_a_line(tmp_path):
     content = safetensors.torch.save({"lm_head.weight": torch.zeros(4, 4)})
     (tmp_path / "model.safetensors").write_bytes(content)
