@@ -197,7 +197,7 @@ def _check_numbers(hf_config: Mapping[str, Any]) -> None:
     """Refuse numbers of layers that are none, or so large that a loop over them would not end, and sides of an
     encoder's items with which one item fills a loader's memory."""
     for key, value in hf_config.items():
-        if key in _MOST and value is not None:
+        if key in _MOST and (value is not None or key not in _SIDES):
             for number in value if key in _SIDES and isinstance(value, list) else (value,):
                 if type(number) is not int or not 0 < number <= _MOST[key]:
                     raise ValueError(f"`{key}` is {value!r}; it must be 1 to {_MOST[key]:,}")

@@ -314,6 +314,14 @@ def test_a_config_whose_values_are_used_by_rules_alone_is_refused_in_a_line(key,
         load_model_spec(ModelConfig(family="qwen2_5_vl", path=str(tmp_path)))
 
 
+def test_a_config_without_a_number_of_layers_is_refused_in_a_line(tmp_path):
+    preset = family_of("qwen2_5_vl").presets["tiny"]
+    config = preset | {"text_config": preset["text_config"] | {"num_hidden_layers": None}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="`num_hidden_layers` is None; it must be 1 to"):
+        load_model_spec(ModelConfig(family="qwen2_5_vl", path=str(tmp_path)))
+
+
 def test_a_file_of_weights_that_is_cut_off_is_refused_in_a_line(tmp_path):
     content = safetensors.torch.save({"lm_head.weight": torch.zeros(4, 4)})
     (tmp_path / "model.safetensors").write_bytes(content)
