@@ -6,7 +6,6 @@ The scheduling process encodes a schedule, bytes are passed on, and each rank de
 import json
 import math
 import struct
-from collections import defaultdict
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -18,8 +17,7 @@ from dflop.shapes import MediaSizes, SampleShapes
 
 __all__ = ["StepSchedule", "schedule_of"]
 
-_HEAD = b"dflop"
-# The format of the decompressed length in bytes, which stands before the stream and is needed to decompress it.
+# The format of a length in bytes: the decompressed stream's, which is needed to decompress it, and its head's.
 _LENGTH = struct.Struct(">Q")
 
 
@@ -80,46 +78,38 @@ class StepSchedule:
         return Assignment(**{item.name: getattr(self, item.name) for item in fields(Assignment)})
 
     def to_bytes(self) -> bytes:
-        """A compressed Arrow stream of a table with one row, whose columns each hold all arrays of one type.
+        """Compressed: the length of a head, the head (JSON: scalars, texts, and each array's name, type and shape), and
+        all bytes of arrays. Wide types come first, and the head fills 8-byte words, so that arrays are aligned."""
+        from pyarrow import compress  # imported here: planning makes schedules, too, but does not encode them
 
-        A column for each array would make small batches four times as large.
-        """
-        import pyarrow as pa  # imported here: planning makes schedules, too, but does not encode them
-
-        scalars, arrays, of_types = {}, [], defaultdict(list)
+        plain, texts, arrays = {}, {}, []
         for name, value in self._values().items():
-            if isinstance(value, np.ndarray):
-                own_type = "str" if value.dtype.kind in "UO" else value.dtype.str
-                arrays.append((name, own_type, value.shape))
-                of_types[own_type].append(value.ravel())
+            if not isinstance(value, np.ndarray):
+                plain[name] = value
+            elif value.dtype.kind in "UO":
+                texts[name] = value.tolist()
             else:
-                scalars[name] = value
-        columns = {}
-        for own_type, parts in of_types.items():
-            values = np.concatenate(parts)
-            values = pa.array(values.tolist() if own_type == "str" else values)
-            columns[own_type] = pa.ListArray.from_arrays([0, len(values)], values)
-        batch = pa.record_batch(columns, metadata={_HEAD: json.dumps([scalars, arrays])})
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        stream = sink.getvalue()
-        return _LENGTH.pack(stream.size) + pa.compress(stream, "zstd", asbytes=True)
+                arrays.append((name, value))
+        arrays.sort(key=lambda named: (-named[1].itemsize, named[1].dtype.str))
+        head = json.dumps([plain, texts, [(name, value.dtype.str, value.shape) for name, value in arrays]]).encode()
+        head += b" " * (-len(head) % _LENGTH.size)
+        stream = b"".join([_LENGTH.pack(len(head)), head, *(value.tobytes() for _, value in arrays)])
+        return _LENGTH.pack(len(stream)) + compress(stream, "zstd", asbytes=True)
 
     @classmethod
     def from_bytes(cls, encoded: bytes) -> "StepSchedule":
         """The schedule that `to_bytes` encoded."""
-        import pyarrow as pa
+        from pyarrow import decompress
 
         (length,) = _LENGTH.unpack_from(encoded)
-        stream = pa.decompress(memoryview(encoded)[_LENGTH.size :], length, "zstd")
-        with pa.ipc.open_stream(stream) as reader:
-            batch = reader.read_next_batch()
-        values, arrays = json.loads(batch.schema.metadata[_HEAD])
-        of_types = {name: batch[name].values.to_numpy(zero_copy_only=False) for name in batch.schema.names}
+        stream = np.frombuffer(decompress(memoryview(encoded)[_LENGTH.size :], length, "zstd"), np.uint8)
+        start = _LENGTH.size + _LENGTH.unpack_from(stream)[0]
+        values, texts, arrays = json.loads(stream[_LENGTH.size : start].tobytes())
+        values |= {name: np.array(value, dtype=object) for name, value in texts.items()}
         for name, own_type, shape in arrays:
-            values[name], of_types[own_type] = np.split(of_types[own_type], [math.prod(shape)])
-            values[name] = values[name].reshape(shape)
+            end = start + math.prod(shape) * np.dtype(own_type).itemsize
+            values[name] = stream[start:end].view(own_type).reshape(shape)
+            start = end
         values["encoders"] = tuple(values["encoders"])
         if "media_values" in values:
             values["media"] = MediaSizes(values.pop("media_values"), values.pop("media_counts"))
