@@ -30,8 +30,10 @@ _PRELOADED = ("cli", "costs.profile_rank", *(f"models.{family}.runtime" for fami
 
 
 def preload() -> None:
-    """Say what the server imports, before it starts."""
-    _CONTEXT.set_forkserver_preload(["dflop.train.rank", *(f"dflop.{name}" for name in _PRELOADED)])
+    """Say what the server imports, before it starts. It finds `tests` beside the `dflop` that is installed."""
+    _CONTEXT.set_forkserver_preload(
+        ["dflop.train.rank", *(f"dflop.{name}" for name in _PRELOADED), "tests.distributed.warmed"]
+    )
 
 
 def spawn(function: Callable[..., None], args: tuple = (), *, nprocs: int) -> None:
