@@ -1,10 +1,13 @@
 """A copy of the repository in which workflow tests run Snakemake, as a user would in a clone."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,14 +38,28 @@ done
 class Checkout:
     """A copy of the repository to run commands in."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, server: subprocess.Popen) -> None:
+        self.folder, self._server = folder, server
         for name in ("workflow", "config"):
             shutil.copytree(REPOSITORY / name, folder / name)
         (folder / "slurm").symlink_to("workflow/profiles/slurm")
 
     def snakemake(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        return self.run("snakemake", *arguments, **environment)
+        """Run `snakemake`, forked from a process that has imported it, and dflop, if it is not to import another."""
+        if "PYTHONPATH" in environment:
+            return self.run("snakemake", *arguments, **environment)
+        with tempfile.TemporaryDirectory() as folder:
+            stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+            request = {
+                "arguments": arguments,
+                "folder": str(self.folder),
+                "environment": os.environ | environment,
+                "stdout": str(stdout),
+                "stderr": str(stderr),
+            }
+            print(json.dumps(request), file=self._server.stdin, flush=True)
+            code = int(self._server.stdout.readline())
+            return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=os.environ | environment)
@@ -77,5 +94,12 @@ class Checkout:
 
 
 @pytest.fixture(scope="session")
-def make_checkout(tmp_path_factory) -> Callable[[], Checkout]:
-    return lambda: Checkout(tmp_path_factory.mktemp("checkout"))
+def snakemake_server() -> Iterator[subprocess.Popen]:
+    command = [sys.executable, str(Path(__file__).with_name("snakemake_server.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def make_checkout(tmp_path_factory, snakemake_server) -> Callable[[], Checkout]:
+    return lambda: Checkout(tmp_path_factory.mktemp("checkout"), snakemake_server)
