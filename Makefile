@@ -1,5 +1,5 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
-# make test   creates .venv, installs, and runs the tests but the exhaustive ones: test-unit, then test-serial
+# make test   creates .venv, installs, and runs the tests but the exhaustive ones
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
 # make test-torch211   the tests of models with torch 2.11, the oldest that is supported, in an environment of its own
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
@@ -36,9 +36,9 @@ demo: setup
 	snakemake --cores $(CORES)
 	@echo "Done: open results/demo/report/index.html; docs/reference/files.md says what else lies in results/demo"
 
-test:
-	$(MAKE) test-unit
-	$(MAKE) test-serial
+# Tests that start processes wait for these: beside each other, the two kinds leave no core without work.
+test: setup
+	$(PYTEST) -m "not exhaustive" --ignore tests/slurm
 
 test-unit: setup
 	$(PYTEST) -m "not serial and not exhaustive"

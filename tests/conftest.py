@@ -16,12 +16,14 @@ from dflop.shapes import MediaSizes, SampleShapes
 
 __all__ = ["make_run"]
 
-# The files that take longest. They come first, so that none of them is left over for one core at the end.
+# The files that take longest. They come first, so that none of them is left over for one core at the end. Those that
+# start processes, and wait for them, alternate with those that do not.
 _LONGEST = tuple(
     f"test_{name}.py"
     for name in (
-        *("step_search", "plan_memory", "against_brute_force", "analytic", "counted", "stages"),
-        *("layouts", "layouts_agree", "workflow", "stopping", "training", "executor"),
+        *("layouts", "plan_memory", "stopping", "compilation", "workflow", "analytic", "training", "elsewhere"),
+        *("shapes", "counted", "export", "step_search", "layouts_agree", "against_brute_force", "evaluation"),
+        *("model_arithmetic", "reruns", "stages", "examples", "service", "checkpoints", "page"),
     )
 )
 
