@@ -170,9 +170,9 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
         "run": "analytic",
         "data": {"sources": [{"path": "data/pictures.json"}]},
         "model": {"preset": "llava_ov_7b"},
-        "cluster": {"device": "cuda", "devices_per_node": 8, "device_model": "ours", "device_models": "devices.yaml"},
+        "cluster": {"device": "cuda", "devices_per_node": 4, "device_model": "ours", "device_models": "devices.yaml"},
         "costs": {"source": "analytic", "tp_sizes": [1]},
-        "plan": {"search_batches": 1, "fixed": {"num_microbatches": 8}},
+        "plan": {"search_batches": 1, "placements": ["disjoint"], "fixed": {"num_microbatches": 8}},
         "train": {"precision": "bf16", "global_batch_size": 8},
     }
     config = checkout.write_config("analytic.yaml", **sections)

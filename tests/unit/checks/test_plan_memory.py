@@ -62,28 +62,30 @@ PLANS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_points():
-    """Of 48 loads of a head, which takes longest to count, nine: these models keep bytes in proportion to loads."""
+    """Pieces are counted at two loads, and a head at six of 48: these models keep bytes in proportion to loads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(analytic, "_NUM_TOKENS", (64, 1_024, 16_384))
-        patch.setattr(analytic, "_TEXT_FORMS", ((16_384, 0.5), (2_048, 0.05), (256, 0.1)))
+        patch.setattr(analytic, "_TEXT_FORMS", ((16_384, 0.5), (256, 0.1)))
+        patch.setattr(analytic, "_COUNTED_ITEMS", (1, 40))
+        patch.setattr(analytic, "_COUNTED_TOKENS", (64, 4_096))
         yield
 
 
 @pytest.fixture(scope="module")
 def costs_file(tmp_path_factory):
-    return write_tiny_costs(tmp_path_factory.mktemp("costs") / "costs.duckdb", tp_sizes=(1, 2))
+    return write_tiny_costs(tmp_path_factory.mktemp("costs") / "costs.duckdb", llm_tp=(1, 2))
 
 
 def write_tiny_costs(
     path: Path,
     family: str = "llava_onevision",
-    tp_sizes: Sequence[int] = (1,),
+    llm_tp: Sequence[int] = (1,),
     trained: TrainedSet = EVERYTHING,
 ) -> Path:
     """Costs of a family's tiny model."""
     spec = tiny(family)
     names = [module.name for module in spec.modules]
-    points = [tiny_points(family, name, tp, trained) for name in names for tp in tp_sizes]
+    points = [tiny_points(family, name, tp, trained) for name in names for tp in (llm_tp if name == "llm" else (1,))]
     return write_costs_of(spec, path, points)
 
 
@@ -161,7 +163,7 @@ def test_slots_into_which_a_gpu_receives_are_in_the_prediction(plan, costs_file)
 @pytest.mark.parametrize("name", ["pipelined", "tensor parallelism, recomputing"])
 def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path):
     config = load_config(CONFIG | {"model": {"freeze": ["llm"]}})
-    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), trained=TrainedSet(("llm",))))
+    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", llm_tp=(1, 2), trained=TrainedSet(("llm",))))
     grid = PLANS[name].grid("llm")
     for rank in (grid.rank_offset, grid.rank_offset + grid.num_ranks - 1):
         checked = check_rank(config, PLANS[name], costs, LOAD, rank)
@@ -172,7 +174,7 @@ def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path)
 def test_beside_adapters_the_weights_have_no_gradients_masters_or_moments(name, tmp_path):
     lora = {"modules": ["llm", "vision.encoder"], "rank": 4}
     config = load_config(CONFIG | {"model": {"lora": lora}})
-    path = write_tiny_costs(tmp_path / "costs.duckdb", tp_sizes=(1, 2), trained=config.model.trained)
+    path = write_tiny_costs(tmp_path / "costs.duckdb", llm_tp=(1, 2), trained=config.model.trained)
     costs, plan = CostModel.load(path), PLANS[name]
     for rank in {0, plan.world_size - 1}:
         checked = check_rank(config, plan, costs, LOAD, rank)
