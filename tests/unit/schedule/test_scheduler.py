@@ -193,6 +193,7 @@ def test_a_schedule_comes_back_from_its_bytes_with_its_types(schedules):
             assert np.asarray(mine).shape == np.asarray(other).shape
             if name not in ("sample_id", "source"):
                 assert np.asarray(mine).dtype == np.asarray(other).dtype, name
+                assert np.asarray(other).flags.aligned, name  # as kernels were compiled for
         for mine, other in zip(schedule.media.of_each(), again.media.of_each(), strict=True):
             np.testing.assert_array_equal(mine, other)
 
