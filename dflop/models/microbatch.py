@@ -135,7 +135,8 @@ class EncoderBatch(Movable):
         if items is not None and values is not None:
             items, values = values.of(items.to(device, non_blocking=True), dtype), None
         elif items is not None:
-            items = items.to(device, dtype, non_blocking=True)
+            # Both at once, the host would convert into memory that is not pinned, and wait for the copy.
+            items = items.to(device, non_blocking=True).to(dtype)
         layout = None if self.layout is None else self.layout.to(device)
         return replace(self, items=items, pixel_values=values, layout=layout)
 
