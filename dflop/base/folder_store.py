@@ -47,6 +47,10 @@ class FolderStore(dist.Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        return all(self._path(key).exists() for key in keys)
+
     def wait(self, keys: Sequence[str], longest_wait: timedelta) -> None:
         until, between_s = time.monotonic() + longest_wait.total_seconds(), _FIRST_WAIT_S
         for path in map(self._path, keys):

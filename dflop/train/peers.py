@@ -162,6 +162,8 @@ class PeerWatch(threading.Thread):
             with contextlib.suppress(OSError):  # another rank may have killed it already
                 os.kill(pid, signal.SIGKILL)
         self._record()
+        if self._has_recorded:  # the others do so before a connection breaks, and they end
+            time.sleep(2 * self._between_s)
         os._exit(1)
 
     def _record(self) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from processes import print_to, run_command
 from training_runs import plan_file
 
+from dflop.base.folder_store import FolderStore
 from dflop.train import trainer
 from dflop.train.peers import PeerWatch, longest_wait_s
 
@@ -33,7 +35,9 @@ def _train(rank: int, port: int, hangs: str, log: Path) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=3)
     compiled = [0, 0]
     about = (rank, f"llm stage {rank} replica 0", 3, _TIMEOUT_S, lambda: tuple(compiled))
-    watch = PeerWatch(dist.PrefixStore("dflop", store), *about)
+    # Ranks of one node have a store in a folder, those of several a TCPStore.
+    one_node = FolderStore(log.parent / "store", timedelta(seconds=60))
+    watch = PeerWatch(one_node if hangs == "stopped" else dist.PrefixStore("dflop", store), *about)
     watch.start()
     dist.barrier()
     for step in range(100):
