@@ -19,6 +19,7 @@ def stay_near(address: str) -> None:
     """Keep this process, with its threads and the processes that it starts, on the cores beside the GPU with this PCI
     address. Nothing changes where the machine does not say which these are, or this process may use none of them.
     Processes that do not use the GPU leave these cores again (`leave_cores_near`)."""
+    os.environ.pop(_ALL_CORES, None)  # of a training that started this one
     if os.environ.get(_VARIABLE) == "0":
         return
     all_cores = os.sched_getaffinity(0)
@@ -35,7 +36,8 @@ def leave_cores_near() -> None:
     """Let this process, which a rank has started, use all cores that the rank could use before `stay_near`. Loaders of
     all ranks beside one socket would else share its cores, while others have nothing to do."""
     if cores := os.environ.get(_ALL_CORES):
-        os.sched_setaffinity(0, map(int, cores.split(",")))
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def cores_near(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:

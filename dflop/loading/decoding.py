@@ -33,6 +33,8 @@ __all__ = ["MediaDecoder"]
 
 # A tenth of a second. Smaller differences are not reported: headers of compressed sound are not exact to the sample.
 _TOLERATED_SAMPLES = SOUND_RATE_HZ // 10
+# What begins each scan of a JPEG; its pixels never look like it.
+_SCAN, _BLOCK_BYTES = b"\xff\xda", 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,10 @@ def _decoded_picture(file: Path | Embedded, limits: MediaLimits) -> Image.Image:
     """A whole picture, turned upright. A copy less is a gigabyte less for the largest."""
     limits.check_time(file.name)
     with decoding(file.name), open_medium(file) as opened, open_picture(opened, file.name, limits) as image:
+        if image.format in ("JPEG", "MPO"):
+            opened.seek(0)
+            num_scans = sum(block.count(_SCAN) for block in iter(lambda: opened.read(_BLOCK_BYTES), b""))
+            limits.check_scans(file.name, image.width * image.height, num_scans)
         ImageOps.exif_transpose(image, in_place=True)
         return image if image.mode == "RGB" else image.convert("RGB")
 

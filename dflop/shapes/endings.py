@@ -1,21 +1,27 @@
-"""Whether a medium's file is complete, by a small read at its end; nothing is decoded.
+"""Whether a medium's file has what its header says, by small reads; nothing is decoded.
 
 An aborted download leaves a good header without the body. Most formats mark their end or store their length. Further
-bytes after that end are legal and common.
+bytes after that end are legal and common. A header that claims more than the file has may be an attack.
 """
 
 import math
 import os
+import re
 import struct
+from collections.abc import Iterator
 from itertools import chain
 from typing import BinaryIO
 
 from PIL import Image
 
-__all__ = ["ends_whole", "is_cut_off"]
+__all__ = ["claims_too_much", "ends_whole", "is_cut_off"]
 
 _END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82", "GIF": b"\0;"}
 _TAIL_BYTES = 64
+# Boxes and bytes of headers that are looked at; an hour of video has some ten boxes and 2 MB.
+_MOST_BOXES, _MOST_HEADER_BYTES = 100_000, 64 << 20
+# Samples of one size (the size, the number), runs of samples in a fragment (flags, the number), and packed headers.
+_SAMPLES = re.compile(rb"(stsz)....(....)(....)|(trun)....(....)|(cmov)", re.DOTALL)
 # Offsets and lengths of a TIFF's strips, or of its tiles.
 _TIFF_PARTS = ((273, 279), (324, 325))
 _ISO_BOXES = frozenset(
@@ -43,12 +49,39 @@ def is_cut_off(file: BinaryIO) -> bool:
     head = file.read(8)
     if head.startswith(b"RIFF"):
         return 8 + int.from_bytes(head[4:], "little") > num_bytes
-    box = 0
-    while box + 8 <= num_bytes:
-        file.seek(box)
+    return any(start + size > num_bytes for _, start, size in _boxes(file, num_bytes))
+
+
+def claims_too_much(file: BinaryIO) -> bool:
+    """Whether a file of ISO boxes has headers of over 64 MiB, packed ones, or claims more samples than it has bytes.
+    FFmpeg would make an entry for each of them when it opens the file."""
+    num_bytes, claimed = file.seek(0, os.SEEK_END), 0
+    for kind, start, size in _boxes(file, num_bytes):
+        if kind in (b"moov", b"moof"):
+            if size > _MOST_HEADER_BYTES:
+                return True
+            file.seek(start)
+            for sizes, size_of_each, count, run, in_run, packed in _SAMPLES.findall(file.read(size)):
+                if packed:
+                    return True
+                number = int.from_bytes(count if sizes else in_run)
+                claimed += number if run else number * int.from_bytes(size_of_each)
+    return claimed > num_bytes
+
+
+def _boxes(file: BinaryIO, num_bytes: int) -> Iterator[tuple[bytes, int, int]]:
+    """The kind, start and size of each of a file's outer boxes. It ends at bytes behind the last box, at a box that has
+    the rest of the file, and in another format."""
+    start = 0
+    for _ in range(_MOST_BOXES):
+        if start + 8 > num_bytes:
+            return
+        file.seek(start)
         size, kind, long_size = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
         size = long_size if size == 1 else size
-        if kind not in _ISO_BOXES or size < 8:  # bytes after the last box, another format, or a box up to the end
-            return False
-        box += size
-    return box > num_bytes
+        if kind not in _ISO_BOXES or size < 8:
+            if kind in _ISO_BOXES and size == 0:
+                yield kind, start, num_bytes - start
+            return
+        yield kind, start, size
+        start += size

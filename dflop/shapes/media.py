@@ -22,7 +22,7 @@ from av.error import ArgumentError
 from PIL import Image, UnidentifiedImageError
 
 from dflop.config import VideoConfig
-from dflop.shapes.endings import ends_whole, is_cut_off
+from dflop.shapes.endings import claims_too_much, ends_whole, is_cut_off
 from dflop.shapes.media_limits import (
     CLIP_FORMATS,
     MOST_FRAME_PIXELS,
@@ -112,7 +112,7 @@ def _size_by_pillow(medium: Path | Embedded, file: BinaryIO, limits: MediaLimits
     file.seek(0)
     with open_picture(file, medium.name, limits) as image:
         # For a TIFF, Pillow gives the size with the orientation already applied.
-        sideways = image.format != "TIFF" and _exif(image, medium).get(_ORIENTATION_TAG) in _SIDEWAYS
+        sideways = image.format != "TIFF" and _exif(image, medium, limits).get(_ORIENTATION_TAG) in _SIDEWAYS
         size = ImageSize(image.height, image.width) if sideways else ImageSize(image.width, image.height)
         is_whole = ends_whole(image, file)
     if not is_whole:
@@ -129,18 +129,19 @@ def _no_picture(medium: Path | Embedded) -> str:
     return f"it is no picture of a known format ({', '.join(PICTURE_FORMATS)})"
 
 
-def _exif(image: Image.Image, medium: Path | Embedded) -> Image.Exif:
+def _exif(image: Image.Image, medium: Path | Embedded, limits: MediaLimits) -> Image.Exif:
     """`image.getexif()`, but without decoding a whole PNG in search of EXIF data behind its pixels."""
-    if image.format == "PNG" and not _has_exif_behind_pixels(medium):
+    if image.format == "PNG" and not _has_exif_behind_pixels(medium, limits):
         return Image.Image.getexif(image)
     return image.getexif()
 
 
-def _has_exif_behind_pixels(medium: Path | Embedded) -> bool:
+def _has_exif_behind_pixels(medium: Path | Embedded, limits: MediaLimits) -> bool:
     with open_medium(medium) as file:
         file.seek(len(b"\x89PNG\r\n\x1a\n"))
         is_behind = False
         while len(head := file.read(8)) == 8:
+            limits.check_time(medium.name)
             length, kind = struct.unpack(">I4s", head)
             next_chunk = file.tell() + length + 4
             is_behind = is_behind or kind == b"IDAT"
@@ -165,6 +166,9 @@ def open_clip(medium: Path | Embedded, limits: MediaLimits) -> Iterator[InputCon
         "max_pixels": str(MOST_FRAME_PIXELS),
     }
     with decoding(medium.name):
+        with open_medium(medium) as opened:
+            if claims_too_much(opened):
+                raise unreadable(medium.name, "its header claims more samples than the file has bytes, or is packed")
         file = medium.open() if isinstance(medium, Embedded) else str(medium)
         try:
             container = av.open(file, metadata_errors="replace", options=options, timeout=limits.left_s)

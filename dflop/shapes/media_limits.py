@@ -36,6 +36,9 @@ CLIP_FORMATS = (
 # 8192 x 8192. A decoder holds up to thirty frames at once, of 1.5 bytes a pixel or more.
 MOST_FRAME_PIXELS = 1 << 26
 
+# Pixels of a JPEG times its scans, of which a usual one has ten: some 20 seconds of a core.
+_MOST_SCANNED_PIXELS = 1 << 33
+
 _LEAST_RATE_HZ, _MOST_RATE_HZ = 1_000, 768_000
 # A sound of a lower rate counts as if it had this one, since it is decoded to 16 kHz whatever its own.
 _COUNTED_RATE_HZ = 48_000
@@ -72,6 +75,15 @@ class MediaLimits:
         if width <= 0 or height <= 0:
             raise unreadable(name, "no image size in its header")
         self._check(name, f"{width} x {height} are", width * height, "pixels", "max_image_pixels")
+
+    def check_scans(self, name: str, num_pixels: int, num_scans: int) -> None:
+        """Refuse a JPEG whose scans, each of which passes over all pixels, take longer than a decoder may.
+
+        Raises:
+            RecordError: unreadable_media.
+        """
+        if num_pixels * num_scans > _MOST_SCANNED_PIXELS:
+            raise unreadable(name, f"its {num_scans} scans of {num_pixels:,} pixels take too long to decode")
 
     def check_pictures(self, num_pixels: int) -> None:
         """Refuse the pictures of a record that have more pixels together than a clip or a single picture may have: a

@@ -395,3 +395,43 @@ def test_a_loader_holds_the_largest_medium_of_the_default_limits_in_two_gib(make
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, peak = map(int, done.stdout.split())
     assert before + share * (peak - before) < 2 << 20
+
+
+def box(kind: bytes, *parts: bytes) -> bytes:
+    content = b"".join(parts)
+    return struct.pack(">I4s", 8 + len(content), kind) + content
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        box(b"moov", box(b"stsz", struct.pack(">III", 0, 1, 80_000_000))),
+        box(b"moov", *[box(b"stsz", struct.pack(">III", 0, 1, 150))] * 3),
+        box(b"moof", box(b"trun", struct.pack(">II", 0, 80_000_000))),
+        box(b"moov", box(b"cmov", bytes(99))),
+    ],
+    ids=["one track", "three tracks", "a fragment", "packed"],
+)
+def test_a_clip_that_claims_more_samples_than_bytes_is_refused_unopened(reader, header, monkeypatch, tmp_path):
+    """FFmpeg made an entry for each: 612 bytes took 2.9 GB."""
+    (tmp_path / "clip.mp4").write_bytes(box(b"ftyp", b"isom", bytes(4)) + header + box(b"mdat", bytes(64)))
+    monkeypatch.setattr(av, "open", None)
+    for kind in ("video", "audio"):
+        with pytest.raises(RecordError, match="claims more samples than the file has bytes"):
+            profiled(reader, Medium(kind, "clip.mp4"), tmp_path)
+
+
+def test_a_picture_of_very_many_scans_is_blank(reader, tmp_path):
+    """Each scan passes over all pixels: 712 kB took 89 s to decode."""
+    usual = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(usual, "JPEG")
+    begin, rest = usual.getvalue()[:2], usual.getvalue()[2:]
+    for num_scans, is_blank in ((500, False), (600, True)):
+        scans = b"\xff\xda" * num_scans
+        (tmp_path / "a.jpg").write_bytes(begin + b"\xff\xfe" + struct.pack(">H", 2 + len(scans)) + scans + rest)
+        medium = Medium("image", "a.jpg")
+        said, blank = [], []
+        decoder = MediaDecoder(Seen(), reader.data.video, reader.limits, said, blank)
+        decoder.items_of([medium], [profiled(reader, medium, tmp_path)], tmp_path, [1])
+        assert bool(blank) == is_blank
+        assert ("take too long to decode" in "".join(said)) == is_blank

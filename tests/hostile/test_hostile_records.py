@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import random
 import tarfile
 from pathlib import Path
@@ -270,3 +271,30 @@ def test_a_template_that_reaches_out_of_its_sandbox_is_refused_in_a_line(body):
     with pytest.raises((UserError, RecordError)) as refused:
         ChatTemplate(body + usual).render(turns)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["pipe.json", "pipe.jsonl", "pipe.parquet", "pipe.tar", "pipe.yaml", "zeros.jsonl"])
+def test_a_pipe_or_a_device_is_no_manifest(name, tmp_path):
+    path = tmp_path / name
+    if name.startswith("pipe"):
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=f"{path} is no file"):
+        len(ManifestFile(path)) if path.suffix != ".yaml" else list_sources(
+            DataConfig(sources=[SourceConfig(path=str(path))])
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [([2**31 - 1], pa.date32()), ([2**62], pa.duration("s")), ([2**62], pa.timestamp("ms"))],
+)
+def test_a_value_that_python_does_not_have_costs_its_record(values, kind, tmp_path):
+    columns = {"conversations": pa.array([TURNS] * 2), "when": pa.array([*values, 1], type=kind)}
+    pq.write_table(pa.table(columns), tmp_path / "dates.parquet")
+    manifest = ManifestFile(tmp_path / "dates.parquet")
+    first, second = manifest.read(0), manifest.read(1)
+    assert isinstance(first, RecordError)
+    assert "dates.parquet, row 0" in first.detail
+    assert second["conversations"] == TURNS

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from dflop.shapes.record_media import RecordError
 
 __all__ = ["ManifestFile", "remove_outdated", "stamp_of"]
 
-_FORMAT = 4
+_FORMAT = 5
 _ENTRY = np.dtype([("start", "<u8"), ("end", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
 _ENTRIES_AT_ONCE = 1 << 16
+# The `end` of an index's last entry, whose `start` is the number of the others.
+_END = (1 << 64) - 1
 
 
 class ManifestFile:
@@ -81,13 +84,25 @@ class ManifestFile:
     def _entries(self) -> np.ndarray:
         owner = sha256(str(self.path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
         path = cache_folder() / f"records-{owner}-{stamp_of('records', _FORMAT, [self.path])}.bin"
-        if not path.is_file():
+        while (entries := _read_index(path)) is None:  # again, if another process finds the manifest changed
             with written_whole(path) as beside:
                 write_index(self.path, beside)
+                last = np.zeros(1, dtype=_ENTRY)
+                last["start"], last["end"] = beside.stat().st_size // _ENTRY.itemsize, _END
+                with beside.open("ab") as file:
+                    file.write(last.tobytes())
             remove_outdated(f"records-{owner}-*.bin", {path})
-        if not path.stat().st_size:
-            return np.zeros(0, dtype=_ENTRY)
-        return np.memmap(path, dtype=_ENTRY, mode="r")
+        return entries
+
+
+def _read_index(path: Path) -> np.ndarray | None:
+    """The entries of an index; None if there is none, or one that is cut off."""
+    try:
+        entries = np.memmap(path, dtype=_ENTRY, mode="r")
+    except (OSError, ValueError):
+        return None
+    is_whole = (int(entries["start"][-1]), int(entries["end"][-1])) == (len(entries) - 1, _END)
+    return entries[:-1] if is_whole else None
 
 
 def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
@@ -96,7 +111,7 @@ def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
     `kind` and `number`, a format's version, are part of it.
 
     Raises:
-        UserError: when a file does not exist or cannot be accessed.
+        UserError: when a file does not exist, cannot be accessed, or is a pipe or device, which may have no end.
     """
     parts = [kind, str(number)]
     for path in files:
@@ -105,6 +120,8 @@ def stamp_of(kind: str, number: int, files: Sequence[Path]) -> str:
                 stat = member.stat()
             except OSError as error:
                 raise UserError(f"the manifest {member} cannot be read: {error.strerror}") from None
+            if not S_ISREG(stat.st_mode):
+                raise UserError(f"the manifest {member} is no file; name a file or a saved dataset's folder")
             parts.append(f"{member.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}")
     return sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:20]
 

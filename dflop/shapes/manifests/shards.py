@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b, sha256
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,8 +148,8 @@ def list_shards(
         asked.append(str(source.media_root.resolve()))
     owner = sha256(json.dumps([str(source.path.resolve()), *asked]).encode()).hexdigest()[:12]
     cache = cache_folder() / f"shards-{owner}-{stamp_of(json.dumps(asked), _FORMAT, files)}.json"
-    if cache.is_file() and not (watch_media and look_again):
-        return [Shard(**entry) for entry in json.loads(cache.read_text(encoding="utf-8"))]
+    if not (watch_media and look_again) and (kept := _read_shards(cache)):
+        return kept
     records = SourceRecords(source, seed)
     shards = _cut(records, samples_per_shard)
     if not shards:
@@ -162,6 +163,14 @@ def list_shards(
         path.write_text(json.dumps([asdict(shard) for shard in shards]), encoding="utf-8")
     remove_outdated(f"shards-{owner}-*.json", {cache})
     return shards
+
+
+def _read_shards(cache: Path) -> list[Shard]:
+    """The shards that a file in the cache has; none where it is not there or damaged."""
+    try:
+        return [Shard(**entry) for entry in json.loads(cache.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def _amount_kept(sampling: str, num_records: int) -> tuple[str, int]:

@@ -111,11 +111,14 @@ def _tell_apart(choices: Sequence[list[str]]) -> list[str]:
         if longer == left:
             break
         left = longer
-    unique: list[str] = []
+    unique: dict[str, None] = {}
+    numbers: dict[str, Iterator[int]] = {}
     for name, *_ in left:
-        numbered = (f"{name}-{number}" for number in count(2))
-        unique.append(next(other for other in chain([name], numbered) if other not in unique))
-    return unique
+        its_name, number = name, numbers.setdefault(name, count(2))
+        while its_name in unique:
+            its_name = f"{name}-{next(number)}"
+        unique[its_name] = None
+    return list(unique)
 
 
 def _open_lists(entry: SourceConfig) -> Iterator[tuple[SourceConfig, list[str]]]:
@@ -158,6 +161,8 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: naming the file, and the entry that is wrong.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"the list of datasets {path} is no file; correct `data.sources`")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_LIST_BYTES + 1)

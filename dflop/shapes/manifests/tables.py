@@ -152,7 +152,8 @@ def _record(row: "pyarrow.Table | pyarrow.RecordBatch", where: str) -> dict[str,
     """One row of a table as a record."""
     try:
         return row.to_pylist()[0]
-    except ValueError as error:  # texts that are not UTF-8, columns of the same name
+    # Texts that are not UTF-8, columns of the same name, dates that Python does not have, types that it does not know.
+    except (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError) as error:
         return RecordError("bad_record", f"{where}: {error}")
 
 

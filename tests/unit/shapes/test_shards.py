@@ -368,13 +368,13 @@ def test_a_changed_manifests_index_takes_the_old_ones_place_and_leaves_others_al
 
     list_shards(write_source(make_records(40)), 10, 0)
     (first,) = indexes()
-    assert first.stat().st_size == 40 * 32
+    assert first.stat().st_size == (40 + 1) * 32
     list_shards(write_source(make_records(30), "other"), 10, 0)
     (other,) = indexes() - {first}
     for count in (41, 42, 43):
         assert len(SourceRecords(write_source(make_records(count)), 0)) == count
         (index,) = indexes() - {other}
-        assert index.stat().st_size == count * 32
+        assert index.stat().st_size == (count + 1) * 32
     assert not first.exists()
 
 
@@ -386,6 +386,18 @@ def test_what_is_kept_of_a_manifest_goes_when_the_manifest_changes(watched):
         assert list_shards(watched, 5, 0, watch_media=True) == shards
         assert len(list(CACHE.glob("media-*"))) == len({shard.digest for shard in shards}) == len(shards)
         assert len(list(CACHE.glob("shards-*"))) == len(list(CACHE.glob("records-*"))) == 2
+
+
+@pytest.mark.parametrize("kept", ["records-*.bin", "shards-*.json"])
+@pytest.mark.parametrize("damage", [b"", b"[{}]", 64, 65, 640])
+def test_what_is_kept_of_a_manifest_is_made_anew_if_it_is_damaged(kept, damage):
+    source = write_source(make_records(40))
+    shards = list_shards(source, 10, 0)
+    (path,) = CACHE.glob(kept)
+    path.write_bytes(path.read_bytes()[:damage] if isinstance(damage, int) else damage)
+    if kept == "records-*.bin":
+        assert len(SourceRecords(source, 0)) == 40
+    assert list_shards(source, 10, 0) == shards
 
 
 def test_an_index_is_made_once_for_all_who_ask():

@@ -210,6 +210,12 @@ def test_what_is_said_of_a_list_holds_for_its_entries():
     assert second.trust_sizes
 
 
+def test_thousands_of_entries_of_one_name_are_told_apart_by_numbers():
+    write_list([{"json_path": "a.json"} for _ in range(5000)])
+    names = [source.name for source in sources_of(SourceConfig(path="mix.yaml"))]
+    assert names == ["a", *(f"a-{number}" for number in range(2, 5001))]
+
+
 def test_a_list_takes_no_sampling_of_its_own():
     write_list([{"json_path": "a.json"}])
     with pytest.raises(UserError, match=r"the source mix\.yaml is a list of datasets.*remove `sampling: first:3`"):
