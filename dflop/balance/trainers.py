@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from dflop.balance.collators import pads_batches
 from dflop.balance.sampler import BalancedBatchSampler
@@ -115,11 +115,15 @@ def _check_that_samples_are_dealt_plainly(trainer: Any) -> None:
     name = type(trainer).__name__
     if not hasattr(trainer.train_dataset, "__len__"):
         raise UserError("the trainer's train_dataset must have a length; a stream of samples cannot be dealt evenly")
-    for method in ("get_train_dataloader", "_get_train_sampler"):
-        if getattr(type(trainer), method) is not getattr(Trainer, method):
-            raise UserError(f"{name} deals samples in a way of its own ({method}), which balancing would undo")
+    if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
+        raise UserError(f"{name} deals samples in a way of its own (get_train_dataloader), which balancing would undo")
     if (strategy := getattr(trainer.args, "train_sampling_strategy", "random")) != "random":
         raise UserError(f"train_sampling_strategy={strategy!r} orders samples itself; leave it at 'random'")
+    if type(sampler := trainer._get_train_sampler()) is not RandomSampler:
+        raise UserError(
+            f"{name} deals samples in a way of its own (_get_train_sampler gives {type(sampler).__name__}, not "
+            "RandomSampler), which balancing would undo"
+        )
     for method, parallelism in (("get_tp_size", "tensor"), ("get_cp_size", "context"), ("get_sp_size", "sequence")):
         if (size := getattr(trainer, method, lambda: 1)()) > 1:
             raise UserError(f"{parallelism} parallelism over {size} ranks, which share a batch, is not supported")

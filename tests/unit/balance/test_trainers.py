@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils.data import SequentialSampler
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -103,8 +104,10 @@ TEXTS = [{"input_ids": [1] * length} for length in (1, 2, 3, 4)]
 
 
 class OwnSampler(Trainer):
+    """Takes the samples in order if the dataset is long, as derived trainers do by an option of theirs."""
+
     def _get_train_sampler(self, *args):
-        return None
+        return SequentialSampler(TEXTS) if len(self.train_dataset) > 4 else super()._get_train_sampler(*args)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ class OwnSampler(Trainer):
         ({"data": [{"messages": "x"}] * 4, "remove_unused_columns": False}, None, "neither a column 'length' nor"),
         ({}, [1, 2, 3], "there are 3 costs for 4 samples"),
         ({"train_sampling_strategy": "sequential"}, None, "'sequential' orders samples itself"),
-        ({"kind": OwnSampler}, None, r"OwnSampler deals samples in a way of its own \(_get_train_sampler\)"),
+        ({"kind": OwnSampler, "data": TEXTS * 2}, None, r"OwnSampler .* \(_get_train_sampler gives SequentialSampler"),
         ({}, [[1, 2]] * 4, "padded=True needs one cost a sample"),
     ],
 )
@@ -121,6 +124,10 @@ def test_a_trainer_whose_samples_cannot_be_dealt_is_refused_before_it_trains(mod
     trainer = trainer_of(model, tmp_path=tmp_path, **{"data": TEXTS} | options)
     with pytest.raises(UserError, match=message):
         balance_trainer(trainer, costs, padded=True)
+
+
+def test_a_derived_trainer_that_still_draws_at_random_is_balanced(model, tmp_path):
+    assert len(balance_trainer(trainer_of(model, TEXTS, tmp_path, OwnSampler)).get_train_dataloader()) == 1
 
 
 def test_batches_are_unequal_only_where_the_loss_is_divided_by_the_tokens_of_the_step(model, tmp_path):
