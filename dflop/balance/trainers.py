@@ -103,8 +103,17 @@ def balance_trainer(
         loader.set_epoch = sampler.set_epoch  # the Trainer calls it at the start of every epoch
         return loader  # as it is: accelerator.prepare would shard the batches a second time
 
+    from transformers import TrainerCallback
+
+    class ResumedEpoch(TrainerCallback):
+        """Some versions of transformers skip the batches of a resumed epoch and no longer set the epoch then."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **others: Any) -> None:
+            train_dataloader.batch_sampler.set_epoch(int(state.epoch or 0))
+
     make_sampler()  # what cannot be is said now, not when training begins
     trainer.get_train_dataloader = get_train_dataloader
+    trainer.add_callback(ResumedEpoch)
     return trainer
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from accelerate import skip_first_batches
 from click.testing import CliRunner
 from torch.utils.data import SequentialSampler
 from torch.utils.flop_counter import FlopCounterMode
@@ -128,6 +129,18 @@ def test_a_trainer_whose_samples_cannot_be_dealt_is_refused_before_it_trains(mod
 
 def test_a_derived_trainer_that_still_draws_at_random_is_balanced(model, tmp_path):
     assert len(balance_trainer(trainer_of(model, TEXTS, tmp_path, OwnSampler)).get_train_dataloader()) == 1
+
+
+def test_training_that_resumes_inside_an_epoch_has_the_rest_of_this_epoch(model, tmp_path):
+    """Also with transformers 5.6, which skips batches by a loader that has no `set_epoch`."""
+    trainer = balance_trainer(trainer_of(model, TEXTS * 4, tmp_path, per_device_train_batch_size=4))
+    loader = trainer.callback_handler.train_dataloader = trainer.get_train_dataloader()
+    loader.set_epoch(1)
+    second_epoch = list(loader.batch_sampler)
+    loader.set_epoch(0)
+    trainer.state.epoch = 1.25
+    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert list(skip_first_batches(loader, 1).batch_sampler) == second_epoch[1:]
 
 
 def test_batches_are_unequal_only_where_the_loss_is_divided_by_the_tokens_of_the_step(model, tmp_path):
