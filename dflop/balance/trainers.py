@@ -103,17 +103,9 @@ def balance_trainer(
         loader.set_epoch = sampler.set_epoch  # the Trainer calls it at the start of every epoch
         return loader  # as it is: accelerator.prepare would shard the batches a second time
 
-    from transformers import TrainerCallback
-
-    class ResumedEpoch(TrainerCallback):
-        """Some versions of transformers skip the batches of a resumed epoch and no longer set the epoch then."""
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **others: Any) -> None:
-            train_dataloader.batch_sampler.set_epoch(int(state.epoch or 0))
-
     make_sampler()  # what cannot be is said now, not when training begins
     trainer.get_train_dataloader = get_train_dataloader
-    trainer.add_callback(ResumedEpoch)
+    _set_epoch_on_resume(trainer)
     return trainer
 
 
@@ -136,6 +128,17 @@ def _check_that_samples_are_dealt_plainly(trainer: Any) -> None:
     for method, parallelism in (("get_tp_size", "tensor"), ("get_cp_size", "context"), ("get_sp_size", "sequence")):
         if (size := getattr(trainer, method, lambda: 1)()) > 1:
             raise UserError(f"{parallelism} parallelism over {size} ranks, which share a batch, is not supported")
+
+
+def _set_epoch_on_resume(trainer: Any) -> None:
+    """Set the epoch when training begins: transformers 5.6 no longer does where it skips batches of a resumed epoch."""
+    from transformers import TrainerCallback
+
+    class ResumedEpoch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **others: Any) -> None:
+            train_dataloader.batch_sampler.set_epoch(int(state.epoch or 0))
+
+    trainer.add_callback(ResumedEpoch)
 
 
 def _divides_by_the_steps_tokens(trainer: Any) -> bool:
