@@ -31,6 +31,7 @@ _TIMEOUT_S = 3.0
 def _train(rank: int, port: int, hangs: str, log: Path) -> None:
     """Three ranks that sum something in each step. The second one hangs in its fourth."""
     print_to(log)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(log.with_name("record_"))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=3)
     compiled = [0, 0]
@@ -71,8 +72,7 @@ def _exit_codes(hangs: str, log: Path) -> list[int | None]:
             rank.join()
 
 
-def test_a_stopped_rank_is_named_and_ended_and_the_others_write_what_they_recorded(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "record_"))
+def test_a_stopped_rank_is_named_and_ended_and_the_others_write_what_they_recorded(tmp_path):
     assert _exit_codes("stopped", tmp_path / "log") == [1, -signal.SIGKILL, 1]
     said = [line for line in (tmp_path / "log").read_text().splitlines() if "no sign of life" in line]
     assert len(said) == 1

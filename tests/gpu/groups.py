@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from dflop.base.message_group import message_group
 from dflop.base.process_memory import process_bytes
 from dflop.train.groups import GROUP_TIMEOUT
-from dflop.train.wires import _group
 from tests.gpu.check import Figures, Setting
 from tests.gpu.world import alone_in_world
 
@@ -26,7 +26,7 @@ def bytes_and_seconds(setting: Setting) -> Figures:
     with alone_in_world(setting) as device:
         ways: dict[str, Callable[[], dist.ProcessGroup]] = {
             "new_group": lambda: dist.new_group([0], timeout=GROUP_TIMEOUT),
-            "a channel of messages": lambda: _group(device, GROUP_TIMEOUT),
+            "a channel of messages": lambda: message_group(device, GROUP_TIMEOUT),
         }
         if device.type == "cuda":
             ways["split_group"] = lambda: dist.split_group(split_ranks=[[0]], timeout=GROUP_TIMEOUT)
