@@ -15,7 +15,8 @@ __all__ = ["COMMUNICATOR_BYTES", "MESSAGE_BYTES_PER_S", "MESSAGE_CTAS", "DeviceM
 # What a communicator takes where nothing else is known (`devices.yaml`).
 COMMUNICATOR_BYTES = 0.41e9
 # Thread blocks of a message on a GPU, each of which holds an SM while the message waits: on all channels at most 32 of
-# 108. Each moves some 20 GB/s over NVLink, so a message does not have all of a node's links; a network card is slower.
+# 108. Each is taken to move 20 GB/s over NVLink, which nobody has measured here: a message does not have all of a
+# node's links. A network card is slower.
 MESSAGE_CTAS = 4
 MESSAGE_BYTES_PER_S = MESSAGE_CTAS * 20e9
 _MAY_BE_ZERO = (

@@ -9,7 +9,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice, takewhile
 from typing import BinaryIO
 
 from PIL import Image
@@ -49,14 +49,19 @@ def is_cut_off(file: BinaryIO) -> bool:
     head = file.read(8)
     if head.startswith(b"RIFF"):
         return 8 + int.from_bytes(head[4:], "little") > num_bytes
-    return any(start + size > num_bytes for _, start, size in _boxes(file, num_bytes))
+    # It may end in bytes that are no box, or be of another format.
+    known = takewhile(lambda box: box[0] in _ISO_BOXES, _boxes(file, num_bytes))
+    return any(start + size > num_bytes for _, start, size in islice(known, _MOST_BOXES))
 
 
 def claims_too_much(file: BinaryIO) -> bool:
-    """Whether a file of ISO boxes has headers of over 64 MiB, packed ones, or claims more samples than it has bytes.
-    FFmpeg would make an entry for each of them when it opens the file."""
+    """Whether a file of ISO boxes has headers of over 64 MiB, packed ones, very many boxes, or claims more samples than
+    it has bytes. FFmpeg would make an entry for each of them when it opens the file. It passes over boxes that it does
+    not know, so all count here."""
     num_bytes, claimed = file.seek(0, os.SEEK_END), 0
-    for kind, start, size in _boxes(file, num_bytes):
+    for number, (kind, start, size) in enumerate(_boxes(file, num_bytes)):
+        if number == _MOST_BOXES:
+            return True
         if kind in (b"moov", b"moof"):
             if size > _MOST_HEADER_BYTES:
                 return True
@@ -64,24 +69,19 @@ def claims_too_much(file: BinaryIO) -> bool:
             for sizes, size_of_each, count, run, in_run, packed in _SAMPLES.findall(file.read(size)):
                 if packed:
                     return True
-                number = int.from_bytes(count if sizes else in_run)
-                claimed += number if run else number * int.from_bytes(size_of_each)
+                num_samples = int.from_bytes(count if sizes else in_run)
+                claimed += num_samples if run else num_samples * int.from_bytes(size_of_each)
     return claimed > num_bytes
 
 
 def _boxes(file: BinaryIO, num_bytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """The kind, start and size of each of a file's outer boxes. It ends at bytes behind the last box, at a box that has
-    the rest of the file, and in another format."""
+    """The kind, start and size of each of a file's outer boxes, of any kind. One of size 0 has all the rest."""
     start = 0
-    for _ in range(_MOST_BOXES):
-        if start + 8 > num_bytes:
-            return
+    while start + 8 <= num_bytes:
         file.seek(start)
         size, kind, long_size = struct.unpack(">I4sQ", file.read(16).ljust(16, b"\0"))
-        size = long_size if size == 1 else size
-        if kind not in _ISO_BOXES or size < 8:
-            if kind in _ISO_BOXES and size == 0:
-                yield kind, start, num_bytes - start
+        size = {0: num_bytes - start, 1: long_size}.get(size, size)
+        if size < 8:
             return
         yield kind, start, size
         start += size

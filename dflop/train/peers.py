@@ -144,13 +144,13 @@ class PeerWatch(threading.Thread):
         busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]
         named = silent or busy
         if self._store.compare_set(_SAID, "", str(self._rank)) == str(self._rank).encode():
-            why = "no sign of life came from" if silent else "all are alive, but these do not wait for another rank"
-            told = (
-                "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8]) or "none, each waits for another"
-            )
+            why = "no sign of life came from: " if silent else "all are alive, but these do not wait for another rank: "
+            told = "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8])
+            if not named:
+                why = "all are alive and wait for each other"
             with contextlib.suppress(OSError):  # stderr may be closed already
                 print(
-                    f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}: {told}"
+                    f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}{told}"
                     + ("; and more" if len(named) > 8 else ""),
                     file=sys.stderr,
                     flush=True,

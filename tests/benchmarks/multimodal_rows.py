@@ -260,27 +260,22 @@ def rows() -> list[Row]:
             )
             for card in ("h100", "a100")
         ),
-        Row(
-            name="automodel_qwen3_vl_4b_rdr",
-            spec=spec_of("qwen3_vl_4b"),
-            device="h100-80g",
-            implementation="eager",
-            num_microbatches=1,
-            samples=(_picture(spec_of("qwen3_vl_4b"), 607, 640),),
-            sharding="parameters",
-            trained=NOT_THE_ENCODER,
-            assumed="400 of the 607 tokens of a picture",
-        ),
-        Row(
-            name="automodel_ministral3_3b_medpix",
-            spec=spec_of("ministral3_3b"),
-            device="h100-80g",
-            implementation="eager",
-            num_microbatches=1,
-            samples=(_picture(spec_of("ministral3_3b"), 561, 504),),
-            sharding="parameters",
-            trained=NOT_THE_ENCODER,
-            assumed="324 of the 561 tokens of a picture; the model's sizes are assumed as well",
+        *(
+            Row(
+                name=name,
+                spec=spec,
+                device="h100-80g",
+                implementation="eager",
+                num_microbatches=1,
+                samples=(_picture(spec, tokens, side),),
+                sharding="parameters",
+                trained=NOT_THE_ENCODER,
+                assumed=f"{of_picture} of the {tokens} tokens of a picture{others}",
+            )
+            for name, spec, tokens, side, of_picture, others in (
+                ("automodel_qwen3_vl_4b_rdr", spec_of("qwen3_vl_4b"), 607, 640, 400, ""),
+                ("automodel_ministral3_3b_medpix", spec_of("ministral3_3b"), 561, 504, 324, "; sizes are, too"),
+            )
         ),
         *(
             Row(

@@ -409,8 +409,10 @@ def box(kind: bytes, *parts: bytes) -> bytes:
         box(b"moov", *[box(b"stsz", struct.pack(">III", 0, 1, 150))] * 3),
         box(b"moof", box(b"trun", struct.pack(">II", 0, 80_000_000))),
         box(b"moov", box(b"cmov", bytes(99))),
+        box(b"what") + box(b"moov", box(b"stsz", struct.pack(">III", 0, 1, 80_000_000))),
+        box(b"free") * 100_001,
     ],
-    ids=["one track", "three tracks", "a fragment", "packed"],
+    ids=["one track", "three tracks", "a fragment", "packed", "behind a box of no known kind", "very many boxes"],
 )
 def test_a_clip_that_claims_more_samples_than_bytes_is_refused_unopened(reader, header, monkeypatch, tmp_path):
     """FFmpeg made an entry for each: 612 bytes took 2.9 GB."""

@@ -99,7 +99,7 @@ def _read_index(path: Path) -> np.ndarray | None:
     """The entries of an index; None if there is none, or one that is cut off."""
     try:
         entries = np.memmap(path, dtype=_ENTRY, mode="r")
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
     is_whole = (int(entries["start"][-1]), int(entries["end"][-1])) == (len(entries) - 1, _END)
     return entries[:-1] if is_whole else None
