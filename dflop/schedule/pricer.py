@@ -212,12 +212,12 @@ class Pricer:
         return {module: cell.loads for module, cell in self.cells(shapes, assignment).items()}
 
     def step_s(self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None) -> float:
-        """The predicted step time, in seconds."""
+        """The predicted step time, in seconds, if every message begins when it is made."""
         return simulate_step_s(self.order(assignment.slots), self.stage_times(shapes, assignment, cells))
 
     def timeline(self, times: StageTimes, slots: np.ndarray | None) -> Timeline:
-        """The timeline of an assignment with these times and slots."""
-        return simulate(self.order(slots), times)
+        """The timeline of an assignment with these times and slots, on GPUs with messages as these carry them."""
+        return simulate(self.order(slots), times, carried=self.on_gpus)
 
     def lower_bound_s(self, shapes: SampleShapes) -> float:
         """A lower bound of the step time of any schedule of this batch, in seconds (`least_step_s`)."""

@@ -23,6 +23,7 @@ from dflop.plan.plan import Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.step.nodes import stages_of
 from dflop.step.orders import group_orders
+from dflop.step.routes import track_of
 from dflop.step.simulation_kernel import (
     BRIDGE_IN,
     BRIDGE_OUT,
@@ -111,6 +112,7 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
             trained.has_backward(stage),
             plan.grid(stage.module).num_shards,
             stage.num_groups if PLACEMENTS[plan.placement].fills_bubbles else 1,
+            track_of(stage.pp_stage, plan.grid(stage.module).pp),
         )
     groups = np.array([(stage.group, stage.num_groups) for stage in listed], dtype=np.int64)
     offsets = np.cumsum([0, *(len(order) for order in orders)])

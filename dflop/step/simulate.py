@@ -10,6 +10,7 @@ import numpy as np
 
 from dflop.base.kernels import kernel
 from dflop.plan.passes import BACKWARD, FORWARD
+from dflop.step.carried import carry
 from dflop.step.compiled import AHEAD, CompiledPlan
 from dflop.step.simulation_kernel import (
     BRIDGE_IN,
@@ -101,11 +102,14 @@ class Timeline:
         return np.nansum(self.end_s - self.start_s, axis=(0, 2))
 
 
-def simulate(plan: CompiledPlan, times: StageTimes) -> Timeline:
-    """The timeline of one step (one global batch) with these times."""
+def simulate(plan: CompiledPlan, times: StageTimes, *, carried: bool = False) -> Timeline:
+    """The timeline of one step (one global batch) with these times.
+
+    Messages begin when they are made, or with `carried` as on a GPU, one operation of a channel after the other.
+    """
     shape = (2, plan.num_nodes * plan.num_microbatches)
     start_s, end_s = np.full(shape, np.nan), np.full(shape, np.nan)
-    steps_s, computed_s, synced_s = _run(plan, times, start_s, end_s)
+    steps_s, computed_s, synced_s = _run(plan, times, start_s, end_s, carried=carried)
     step_s = float(steps_s[0])
     start_s, end_s = (_by_node(plan, cells) for cells in (start_s, end_s))
     busy_s = synced_s - computed_s + per_worker(plan.stages, np.nansum(end_s - start_s, axis=(0, 2)), plan.num_workers)
@@ -151,7 +155,7 @@ def _by_node(plan: CompiledPlan, cells: np.ndarray) -> np.ndarray:
 
 
 def _run(
-    plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray
+    plan: CompiledPlan, times: StageTimes, start_s: np.ndarray, end_s: np.ndarray, *, carried: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The step times [num_batches]; when each worker has computed, and when it has synced, in the last of them."""
     shape = (-1, plan.num_nodes, plan.num_microbatches)
@@ -160,6 +164,7 @@ def _run(
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
     return _walk_batches(
         plan.items,
+        plan.order if carried else np.empty_like(plan.order, shape=(0, 4)),
         plan.last_backwards,
         plan.stages,
         plan.num_workers,
@@ -177,6 +182,7 @@ def _run(
 @kernel
 def _walk_batches(
     items,
+    order,
     last_backwards,
     stages,
     num_workers,
@@ -189,7 +195,7 @@ def _walk_batches(
     start_s,
     end_s,
 ):
-    """The results of `_run`. `syncs` are `SyncParts`.
+    """The results of `_run`. `syncs` are `SyncParts`; with an `order`, messages are carried in it.
 
     `end_s` and `start_s` are those of `walk` for the last batch; they need not be cleared between batches, since `walk`
     reads only ends that it has written."""
@@ -204,7 +210,10 @@ def _walk_batches(
             _put_in_cells(stages[stage], own_s, seconds, ways_s)
         own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
         messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
-        walk(items, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
+        if len(order):
+            carry(order, stages, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
+        else:
+            walk(items, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
         add_syncs((last_backwards, stages, num_microbatches), seconds, end_s, clocks, syncs, synced_s)
         step_s[batch] = synced_s.max()
     return step_s, clocks, synced_s

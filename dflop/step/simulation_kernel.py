@@ -30,6 +30,7 @@ __all__ = [
     "SPAN",
     "STAGE_BEFORE",
     "STAGE_BEHIND",
+    "TRACK",
     "Messages",
     "walk",
     "walk_items",
@@ -42,10 +43,10 @@ __all__ = [
 # - HAS_BACKWARD: 1, or 0 for stages of frozen encoders.
 # - SHARED: how many neighbouring replicas share parameters, and so wait for each other in each pass; 1 where none do.
 # - PARTS: the replicas come in so many equal parts, each with its own order.
-NUM_COLUMNS = 11
-DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, HAS_BACKWARD, SHARED, PARTS = (
-    range(NUM_COLUMNS)
-)
+# - TRACK: that of the edges to the next stage of the same module (`routes.Edge`).
+NUM_COLUMNS = 12
+DP, FIRST_NODE, FIRST_WORKER, SPAN, STAGE_BEFORE, STAGE_BEHIND, BRIDGE_IN, BRIDGE_OUT, HAS_BACKWARD, SHARED = range(10)
+PARTS, TRACK = range(10, NUM_COLUMNS)
 
 # Columns of `walk_items`. An item is a pass of a microbatch on all replicas of a stage, or on a part of them. The
 # columns are: the pass; the first cell; the number of replicas; their first worker, and workers a replica; whether the

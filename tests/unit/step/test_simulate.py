@@ -3,11 +3,13 @@
 The oracle takes the program's lists literally: a computation starts when all workers that take part in it have
 ended their last one and every message that its node receives has arrived. The early part of a node's sync starts with
 its last backward, and waits for other early parts of the worker. Late parts follow each other from the start of the
-step on, and a node's first forward does not end before its own.
+step on, and a node's first forward does not end before its own. Carried messages have an oracle of their own, which
+goes through the lists of all workers by place.
 """
 
 import dataclasses
 import itertools
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -33,7 +35,8 @@ from dflop.step import (
     stages_of,
     workers_of,
 )
-from dflop.step.instructions import Kept
+from dflop.step.instructions import Kept, kept_until
+from dflop.step.routes import make_routes
 
 PASS_OF = {Op.FORWARD: 0, Op.BACKWARD: 1}
 
@@ -140,6 +143,66 @@ class Walk:
         self.clocks[together] = ended_s
 
 
+def carried(plan: Plan, times: StageTimes, frozen, slots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, ends and when each worker has computed, if workers issue the messages of a place and channel together,
+    and channels carry their operations one after the other."""
+    program = make_program(plan, TrainedSet(frozen), slots)
+    walked, routes = Walk(plan, times, program), make_routes(program.workers, program.edges)
+    learning = {item.node for items in program.instructions for item in items if item.op is Op.BACKWARD}
+    at_place = defaultdict(lambda: (set(), set()))
+    for worker, items in enumerate(program.instructions):
+        for item in items:
+            if item.op in PASS_OF:
+                at_place[item.place][0].add((item.op, item.node, item.microbatch))
+            elif item.op.is_send or item.op.is_receive:
+                at_place[item.place][1].add((worker, item))
+    free_s, kept_s, let_go_s = defaultdict(float), defaultdict(float), np.zeros(len(walked.clocks))
+    for _, (computed, issued) in sorted(at_place.items()):
+        for op, node, microbatch in computed:
+            which, nodes = PASS_OF[op], walked.sharers[node]
+            if not np.isnan(walked.end_s[which, node, microbatch]):
+                continue  # with another that shares its parameters
+            seconds = (times.forward_s, times.backward_s)[which][:, microbatch]
+            workers = sorted({worker for own in nodes for worker in walked.carriers[own]})
+            arrived_s = [walked.arrived.get((which, own, microbatch), 0.0) for own in nodes]
+            begin_s = max([*arrived_s, *walked.clocks[workers], *let_go_s[workers]])
+            if which == 0 and microbatch == 0:
+                begin_s = max([begin_s, *(walked.given_s[own] - seconds[own] for own in nodes)])
+            end_s = begin_s + seconds[nodes].max()
+            walked.clocks[workers], walked.end_s[which, nodes, microbatch] = end_s, end_s
+            walked.start_s[which, nodes, microbatch] = end_s - seconds[nodes]
+            for own, worker in ((own, worker) for own in nodes for worker in walked.carriers[own]):
+                let_go_s[worker] = kept_s[worker, (op, own, microbatch)]
+        messages, ready_s = [], defaultdict(float)
+        for sender, send in issued:
+            edge, is_forward = program.edges[send.edge], send.op.is_forward
+            seconds = times.chain_s[edge.source, send.microbatch]
+            if edge.is_bridge:
+                seconds = walked.bridge_s.get((edge.source, edge.target, send.microbatch))
+            if seconds is None or not send.op.is_send:
+                continue
+            maker, taker = (edge.source, edge.target) if is_forward else (edge.target, edge.source)
+            ready = sender, edge.channel(is_forward)
+            ready_s[ready] = max(ready_s[ready], walked.end_s[int(not is_forward), maker, send.microbatch])
+            for route in routes.of(send.edge, is_forward):
+                receives = [item for worker, item in issued if worker == route.receiver and item.op.is_receive]
+                assert [item.edge for item in receives if item.node == taker].count(send.edge) == 1
+                if route.sender == sender:
+                    messages.append((route, ready[1], seconds, (int(not is_forward), taker, send.microbatch), send))
+        ended_s = defaultdict(float)
+        for route, channel, seconds, *_ in messages:
+            ends = [(worker, channel) for worker in route]
+            arrived_s = max(max(ready_s[end], free_s[end]) for end in ends) + seconds
+            for end in ends:
+                ended_s[end] = max(ended_s[end], arrived_s)
+        for route, channel, _, key, send in messages:
+            walked.arrived[key] = max(walked.arrived.get(key, 0.0), ended_s[route.receiver, channel])
+            until = route.sender, kept_until(send, program.edges[send.edge], send.node in learning)
+            kept_s[until] = max(kept_s[until], ended_s[route.sender, channel])
+        free_s |= ended_s
+    return walked.start_s, walked.end_s, walked.clocks
+
+
 def make_times(compiled: CompiledPlan, forward_s=1.0, backward_s=2.0, chain_s=0.0, sync_s=0.0, bridges=None):
     shape = (compiled.num_nodes, compiled.num_microbatches)
     full = [np.broadcast_to(np.asarray(value, dtype=float), shape).copy() for value in (forward_s, backward_s, chain_s)]
@@ -214,6 +277,19 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
     np.testing.assert_allclose(timeline.end_s, end_s)
     assert timeline.step_s == pytest.approx(step_s)
     assert simulate_step_s(compiled, times) == timeline.step_s
+
+
+@settings(max_examples=500)
+@given(cases())
+def test_carried_messages_go_one_after_the_other_as_in_the_instruction_lists(case):
+    plan, frozen, slots, times = case
+    compiled = compile_plan(plan, TrainedSet(frozen), slots)
+    timeline = simulate(compiled, times, carried=True)
+    start_s, end_s, computed_s = carried(plan, times, frozen, slots)
+    np.testing.assert_allclose(timeline.start_s, start_s)
+    np.testing.assert_allclose(timeline.end_s, end_s)
+    np.testing.assert_allclose(timeline.computed_s, computed_s)
+    assert timeline.step_s >= simulate_step_s(compiled, times) - 1e-9
 
 
 @settings(max_examples=200)
