@@ -1,9 +1,9 @@
-"""When everything in a step ends if messages are carried as on a GPU: in the total order, one operation after the other.
+"""When everything in a step ends if messages are carried as on a GPU: in the total order, one operation at a time.
 
 `walk` lets a message begin as soon as it is made. On a GPU it begins when both its ends are through with what stands
 before it on its channel, and when all is made that they send together with it: messages of one place in the total order
-and of one channel are one operation. Receives begin ahead of need (`receiving`), so they wait for nothing else. Before a
-worker uses the memory of what it sent again, it waits until that has arrived (`instructions.kept_until`).
+and of one channel are one operation. Receives begin ahead of need (`receiving`), so they wait for nothing else. Before
+a worker uses the memory of what it sent again, it waits until that has arrived (`instructions.kept_until`).
 
 This takes several times as long as `walk`. So searches compare steps without these waits, and whatever is shown,
 trained or chosen at the end has them.

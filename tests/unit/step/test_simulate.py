@@ -171,8 +171,9 @@ def carried(plan: Plan, times: StageTimes, frozen, slots) -> tuple[np.ndarray, n
             end_s = begin_s + seconds[nodes].max()
             walked.clocks[workers], walked.end_s[which, nodes, microbatch] = end_s, end_s
             walked.start_s[which, nodes, microbatch] = end_s - seconds[nodes]
-            for own, worker in ((own, worker) for own in nodes for worker in walked.carriers[own]):
-                let_go_s[worker] = kept_s[worker, (op, own, microbatch)]
+            for own in nodes:
+                for worker in walked.carriers[own]:
+                    let_go_s[worker] = kept_s[worker, (op, own, microbatch)]
         messages, ready_s = [], defaultdict(float)
         for sender, send in issued:
             edge, is_forward = program.edges[send.edge], send.op.is_forward
