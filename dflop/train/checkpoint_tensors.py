@@ -72,9 +72,11 @@ class _Block(NamedTuple):
 
 def save_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None) -> None:
     """Write what the parts of all ranks hold, each block once; every rank must call this. Ranks communicate over
-    `group`."""
+    `group`. The values must be on the CPU: nothing is asked of a GPU, on which a thread of its own has no device."""
     blocks = (block for part in parts for block in _blocks(part, part.parameters.keys() - set(part.written_elsewhere)))
-    dcp.save({}, checkpoint_id=folder, planner=_SavePlanner(blocks), process_group=group)
+    # By default, torch's writer copies blocks ahead on the GPU's stream, and waits for all that stands there.
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    dcp.save({}, storage_writer=writer, planner=_SavePlanner(blocks), process_group=group)
 
 
 def load_tensors(folder: Path, parts: Sequence[Part], group: dist.ProcessGroup | None = None) -> None:

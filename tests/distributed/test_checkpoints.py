@@ -5,6 +5,7 @@ import resource
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,3 +253,18 @@ def _check_saver(rank: int, folder: Path, store: Path) -> None:
 
 def test_what_is_saved_is_as_it_was_when_saving_began_whatever_training_does_meanwhile(tmp_path):
     spawn(_check_saver, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=2)
+
+
+def _save_beside_a_gpu(rank: int, folder: Path, store: Path) -> None:
+    _join(rank, store, world_size=1)
+    asked = []
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_stream = lambda *_: asked.append("stream") or SimpleNamespace(synchronize=lambda: None)
+    torch.cuda.stream = lambda *_: nullcontext()
+    assert save_checkpoint(folder, 2, [_part(2.0)], RUN) is None
+    assert not asked
+    dist.destroy_process_group()
+
+
+def test_writing_asks_nothing_of_a_gpu(tmp_path):
+    spawn(_save_beside_a_gpu, (tmp_path / "checkpoints", tmp_path / "store"), nprocs=1)

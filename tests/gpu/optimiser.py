@@ -72,7 +72,9 @@ def saved_beside_steps(setting: Setting) -> Figures:
         copied_s = time.perf_counter() - started
         beside_s = _seconds_a_step(device, setting)
         saver.wait()
+        written_s = time.perf_counter() - started
         figures = {
+            "bytes written a second": state_bytes / written_s,
             "bytes copied a second": state_bytes / copied_s,
             "pinned bytes over the state's": saver._buffer.num_bytes / state_bytes,
             "a step beside writing, over one alone": beside_s / alone_s,
