@@ -5,6 +5,9 @@ its main thread is. A rank whose task takes longer than allowed reads all signs 
 sign has not changed, or, if all have, those that do not wait for another rank. It kills the silent ranks that
 its own torchrun has started, and ends itself, whatever its main thread waits for; torchrun ends the others. Where
 torch's flight recorder has a file to write to, every rank writes it before.
+
+With the first node its store ends. NCCL tells nobody: a rank that waits for a message would wait for an hour. So a rank
+whose store is gone ends itself, too, unless it is about to end anyway.
 """
 
 import contextlib
@@ -18,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
@@ -47,6 +49,16 @@ _WAITS = (
     ("feed.py", "get"),
     ("undecodable.py", "of"),
 )
+# Functions in which the host waits until the GPU has done what it was given, and so for other ranks.
+_READS = (
+    ("train/step_sums.py", "sum_over_ranks"),
+    ("train/first_messages.py", "meet_peers"),
+    ("train/evaluation.py", "run"),
+    ("train/trainer.py", "_peaks"),
+    ("train/trainer.py", "_update"),
+)
+# How long a rank may take to end after the first node has.
+_AFTER_STORE_S = 30.0
 
 
 def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> float:
@@ -66,12 +78,15 @@ class PeerWatch(threading.Thread):
         world_size: int,
         timeout_s: float,
         compiled: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        *,
+        on_gpus: bool = False,
     ) -> None:
         """`carried` says in words which stages this rank carries. `compiled` counts how often compiling has begun and
-        ended on this rank. Every rank must have constructed its watch before any of them calls `begin`."""
+        ended on this rank. With `on_gpus`, a host that reads from its GPU waits for others. Every rank must have
+        constructed its watch before any of them calls `begin`."""
         super().__init__(daemon=True, name="peer-watch")
         self._store, self._rank, self._world_size = store.clone(), rank, world_size
-        self._compiled = compiled
+        self._compiled, self._waits = compiled, _WAITS + _READS * on_gpus
         self._about = {"carried": carried, "host": socket.gethostname(), "pid": os.getpid()}
         self._between_s = min(timeout_s / _NUM_SIGNS, _MOST_BETWEEN_S)
         self._main_thread = threading.get_ident()
@@ -120,14 +135,37 @@ class PeerWatch(threading.Thread):
                     self._judge(what, now - began, first_look[2], alive_s)
                     first_look = None
         except dist.DistError:
-            return  # the store is gone, and the job with it
+            if self._closed.wait(_AFTER_STORE_S):
+                return
+            with contextlib.suppress(OSError):
+                print(
+                    f"dflop: rank {self._rank} ({self._about['carried']}) ends, as it has lost the first node; what "
+                    "ended that stands there",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._record()
+            os._exit(1)
 
     def _give_sign(self) -> None:
         self._count += 1
         begun, ended = self._compiled()
-        sign = self._about | {"count": self._count, "at": _place(sys._current_frames().get(self._main_thread))}
+        sign = self._about | {"count": self._count, "at": self._place()}
         sign |= {"what": getattr(self, "_what", "starting"), "graphs": begun, "is_compiling": begun > ended}
         self._store.set(f"alive/{self._rank}", json.dumps(sign))
+
+    def _place(self) -> str:
+        """Where the main thread is, in words: the innermost function of dflop or torch.distributed, and whether it
+        waits."""
+        frame = sys._current_frames().get(self._main_thread)
+        while frame is not None:
+            path, function = frame.f_code.co_filename, frame.f_code.co_name
+            if any(path.endswith(end) and function.startswith(name) for end, name in self._waits):
+                return f"waiting in {function}"
+            if "/dflop/" in path:
+                return f"in {function} of {os.path.basename(path)}"
+            frame = frame.f_back
+        return "elsewhere"
 
     def _signs(self) -> list[dict]:
         return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]
@@ -174,18 +212,6 @@ class PeerWatch(threading.Thread):
             self._has_recorded = True
             with contextlib.suppress(OSError, RuntimeError):
                 Path(f"{prefix}{self._rank}").write_bytes(dump())
-
-
-def _place(frame: FrameType | None) -> str:
-    """Where a thread is, in words: the innermost function of dflop or torch.distributed, and whether it waits."""
-    while frame is not None:
-        path, function = frame.f_code.co_filename, frame.f_code.co_name
-        if any(path.endswith(end) and function.startswith(name) for end, name in _WAITS):
-            return f"waiting in {function}"
-        if "/dflop/" in path:
-            return f"in {function} of {os.path.basename(path)}"
-        frame = frame.f_back
-    return "elsewhere"
 
 
 def _told(sign: dict) -> str:

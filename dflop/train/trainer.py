@@ -88,6 +88,7 @@ class Trainer:
             world.world_size,
             config.train.peer_timeout_s,
             lambda: (compiled.num_begun, compiled.num_ended),
+            on_gpus=config.cluster.device == "cuda",
         )
         # Every rank has made its groups, and so its watch soon.
         self.watch.begin("starting", max(_STARTING_S, config.train.peer_timeout_s), alive_s=math.inf)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from processes import print_to, run_command
 from training_runs import plan_file
 
 from dflop.base.folder_store import FolderStore
-from dflop.train import trainer
+from dflop.train import peers, trainer
 from dflop.train.peers import PeerWatch, longest_wait_s
 
 pytestmark = pytest.mark.serial
@@ -121,6 +122,40 @@ def test_a_process_number_that_a_stranger_wrote_into_the_store_kills_nothing(tmp
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def _keep_store(port: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    store.wait(["alive/0"])
+    os._exit(0)
+
+
+def _lose_first_node(port: int, log: Path) -> None:
+    print_to(log)
+    peers._AFTER_STORE_S = 0.5
+    watch = PeerWatch(dist.TCPStore("127.0.0.1", port, is_master=False), 0, "llm stage 0 replica 0", 1, _TIMEOUT_S)
+    watch.start()
+    time.sleep(1000)
+
+
+def test_a_rank_ends_soon_after_the_first_node(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    first_node = context.Process(target=_keep_store, args=(sender,))
+    first_node.start()
+    rank = context.Process(target=_lose_first_node, args=(receiver.recv(), tmp_path / "log"))
+    try:
+        rank.start()
+        rank.join()
+        assert rank.exitcode == 1
+        assert "dflop: rank 0 (llm stage 0 replica 0) ends, as it has lost the first node" in (
+            tmp_path / "log"
+        ).read_text(errors="replace")
+    finally:
+        for process in (first_node, rank):
+            process.kill()
+            process.join()
 
 
 def _hang_at_start(rank: int) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import dflop
-from dflop.train.peers import _WAITS, PeerWatch
+from dflop.train.peers import _READS, _WAITS, PeerWatch
 
 
-@pytest.mark.parametrize(("path", "name"), [waits for waits in _WAITS if waits[1]])
+@pytest.mark.parametrize(("path", "name"), [waits for waits in _WAITS + _READS if waits[1]])
 def test_a_function_in_which_ranks_wait_exists(path, name):
     (file,) = (file for file in Path(dflop.__file__).parent.rglob("*.py") if str(file).endswith(f"/{path}"))
     functions = [node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
