@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -195,14 +195,18 @@ class Bench:
 
     def _reserved_share(self) -> float:
         """What a GPU's allocator reserves for microbatches of changing sizes, beyond what they hold at most, as a share
-        of that. Between them it keeps its segments, as in training."""
+        of that. Between them it keeps its segments, as in training. A point for which they leave no room is the
+        last."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        for point in self._measured:
-            self._carry(point)
-            outputs = self._runs.make(point).forward()
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            del outputs
+        with suppress(torch.OutOfMemoryError):
+            for point in self._measured:
+                self._together(lambda point=point: self._once(point))
         return torch.cuda.max_memory_reserved(self.device) / torch.cuda.max_memory_allocated(self.device) - 1
+
+    def _once(self, point: Point) -> None:
+        self._carry(point)
+        outputs = self._runs.make(point).forward()
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
     def _timed(self, run: Run) -> list[float]:
         """Seconds of forward and of backward."""

@@ -61,6 +61,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     device = local_device(config.cluster.device)
     join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     ranks = _tp_ranks(tp) if tp > 1 else ALONE
+    meeting_bytes = bytes_of_meeting(ranks, device)
     bounds = load_bounds(Path(request["bounds"])) if request["bounds"] else LoadBounds()
     tokenizer = ChatTokenizer(Path(request["tokenizer"]), spec.rules)
     bench = Bench(
@@ -110,6 +111,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
     if failure:
         raise failure
     device_row = _about(config, request, bench, digest_of_spec(spec), time.monotonic() - started)
+    device_row["overhead_bytes"] = max(0, device_row["overhead_bytes"] - meeting_bytes)
     device_row |= {"sm_mhz_before": mhz_before, "sm_mhz_after": sm_mhz(device)}
     if dist.get_rank() == 0:
         points = pl.DataFrame(rows, infer_schema_length=None).sort(*POINT_KEYS, "pass", "repeat")
@@ -125,6 +127,18 @@ def _tp_ranks(tp: int) -> TensorGroup:
         if dist.get_rank() in ranks:
             own = TensorGroup(ranks, ranks.index(dist.get_rank()), group)
     return own
+
+
+def bytes_of_meeting(ranks: TensorGroup, device: torch.device) -> int:
+    """Bytes of a GPU that the communicator of these ranks takes from their first message on. Plans count their
+    communicators by themselves."""
+    if device.type == "cpu" or ranks.size == 1:
+        return 0
+    values = torch.zeros(1, device=device)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    dist.all_reduce(values, group=ranks.group)
+    torch.cuda.synchronize(device)
+    return free_bytes - torch.cuda.mem_get_info(device)[0]
 
 
 def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, seconds: float) -> dict[str, Any]:
