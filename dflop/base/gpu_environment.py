@@ -11,7 +11,8 @@ __all__ = ["gpu_environment"]
 _ALWAYS = {
     # Kernels that wait for messages must not stand in the way of others: by default all streams share 8 queues.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # A kernel of CUDA's libraries that is loaded at its first use may wait for all that run, and so for messages.
+    # A kernel of CUDA's libraries that is loaded at its first use may wait for all that run, and so for messages, as
+    # CUDA's programming guide says of lazy loading.
     "CUDA_MODULE_LOADING": "EAGER",
     # NCCL would tell any user of the machine, at port 28028 of loopback, how its communicators are.
     "NCCL_RAS_ENABLE": "0",

@@ -31,8 +31,9 @@ def local_device(kind: str) -> torch.device:
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    found = torch.cuda.get_device_properties(device)
-    stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+    of_ranks = [torch.cuda.get_device_properties(number) for number in range(num_ranks)]
+    addresses = [f"{own.pci_domain_id:04x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0" for own in of_ranks]
+    stay_near(addresses, device.index)
     return device
 
 

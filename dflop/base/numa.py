@@ -5,6 +5,7 @@ torchrun's `--numa-binding` does the same, but it needs the program numactl, and
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["cores_near", "leave_cores_near", "stay_near"]
@@ -13,18 +14,24 @@ __all__ = ["cores_near", "leave_cores_near", "stay_near"]
 _VARIABLE = "DFLOP_NUMA_BINDING"
 # The cores that a rank could use before, as the processes that it starts read them.
 _ALL_CORES = "DFLOP_ALL_CORES"
+# A rank computes backward, talks to NCCL and copies checkpoints in threads beside its own.
+_FEWEST_CORES = 4
 
 
-def stay_near(address: str) -> None:
-    """Keep this process, with its threads and the processes that it starts, on the cores beside the GPU with this PCI
-    address. Nothing changes where the machine does not say which these are, or this process may use none of them.
-    Processes that do not use the GPU leave these cores again (`leave_cores_near`)."""
+def stay_near(addresses: Sequence[str], rank: int) -> None:
+    """Keep this process, with its threads and the processes that it starts, on the cores beside its GPU.
+
+    `addresses` are the PCI addresses of the GPUs of this node's ranks, and `rank` is this one's place among them.
+    Nothing changes where the machine does not say which cores these are, or this process may use too few of them for
+    all ranks beside them: a job may have most of its cores on the other socket. Processes that do not use the GPU leave
+    these cores again (`leave_cores_near`)."""
     os.environ.pop(_ALL_CORES, None)  # of a training that started this one
     if os.environ.get(_VARIABLE) == "0":
         return
     all_cores = os.sched_getaffinity(0)
-    near = cores_near(address) & all_cores
-    if not near:
+    of_ranks = [cores_near(address) for address in addresses]
+    near = of_ranks[rank] & all_cores
+    if not near or len(near) < _FEWEST_CORES * of_ranks.count(of_ranks[rank]):
         return
     os.environ[_ALL_CORES] = ",".join(map(str, sorted(all_cores)))
     for thread in os.listdir("/proc/self/task"):

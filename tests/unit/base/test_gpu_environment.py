@@ -80,20 +80,34 @@ def test_the_cores_beside_a_gpu_are_read_from_the_machine(text, cores, tmp_path)
     assert cores_near("0000:0b:00.0", tmp_path) == set()
 
 
-def test_a_rank_stays_on_the_cores_beside_its_gpu(monkeypatch):
-    own, moved = min(os.sched_getaffinity(0)), {}
-    monkeypatch.setattr(numa, "cores_near", {"0000:0a:00.0": {own, 4095}}.get)
-    monkeypatch.setattr(os, "sched_setaffinity", moved.__setitem__)
+@pytest.fixture
+def moved(monkeypatch):
+    """The cores that threads are moved to."""
+    threads = {}
+    monkeypatch.setattr(os, "sched_setaffinity", threads.__setitem__)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("DFLOP_ALL_CORES", raising=False)
-    stay_near("0000:0a:00.0")
+    yield threads
+    os.environ.pop("DFLOP_ALL_CORES", None)
+
+
+def test_a_rank_stays_on_the_cores_beside_its_gpu(moved, monkeypatch):
+    sockets = {"0000:0a:00.0": {*range(8), 4095}, "0000:0b:00.0": {*range(8), 4095}, "0000:8a:00.0": {8, 9, 10, 11}}
+    monkeypatch.setattr(numa, "cores_near", sockets.get)
+    stay_near([*sockets], 1)
     assert os.getpid() in moved
-    assert all(cores == {own} for cores in moved.values())
+    assert all(cores == set(range(8)) for cores in moved.values())
     leave_cores_near()  # as its loaders do
-    assert set(moved[0]) == os.sched_getaffinity(0)
-    monkeypatch.delenv("DFLOP_ALL_CORES")
+    assert set(moved[0]) == set(range(16))
+
+
+def test_ranks_keep_all_cores_where_those_beside_their_gpus_are_few(moved, monkeypatch):
+    monkeypatch.setattr(numa, "cores_near", lambda _: {12, 13, 14, 15, 16, 17, 18, 19})  # of which four are the job's
+    stay_near(["0000:0a:00.0", "0000:0b:00.0"], 0)
+    assert not moved
 
 
 def test_a_rank_whose_gpu_is_not_known_to_the_machine_keeps_its_cores():
     before = os.sched_getaffinity(0)
-    stay_near("ffff:ff:1f.0")
+    stay_near(["ffff:ff:1f.0"], 0)
     assert os.sched_getaffinity(0) == before
