@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,16 @@ def main() -> int:
         Trainer(config, files, stop).train()
     except UserError as error:
         print(f"dflop: {in_one_line(error)}", file=sys.stderr, flush=True)
+        return 2
+    except torch.OutOfMemoryError as error:
+        why = ". ".join(str(error).split(". ")[:2])  # that memory is full, and what was asked for
+        print(
+            f"dflop: rank {os.environ['RANK']} on {socket.gethostname()}: {why}. The plan was made for "
+            f"{config.cluster.memory_gib:g} GiB: with a smaller `cluster.memory_gib` the next plan leaves more room, "
+            "and training resumes from its last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
         return 2
     except (RuntimeError, OSError, EOFError) as error:  # torch raises one wherever the rank is when a loader dies
         if not (reason := why_loading_ended(error)):
