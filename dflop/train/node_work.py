@@ -188,7 +188,7 @@ class EncoderWork(_Work):
     def __init__(self, node_model: NodeModel, processor: MediaProcessor, blank: EncoderBatch, **common: Any) -> None:
         """`blank` is a batch of one item, for passes in which a replica takes part without samples of its own."""
         super().__init__(node_model, **common)
-        self._processor, self._blank = processor, blank
+        self._processor, self._blank = processor, blank.to(self.device, self._dtype)
 
     def _receive_input(self, microbatch: int, loaded: LoadedMedia) -> EncoderBatch:
         self.unreadable += loaded.unreadable
@@ -225,8 +225,7 @@ class EncoderWork(_Work):
         chosen = samples_of(self.schedule, self.node, microbatch)
         if not chosen.any():
             # Other replicas gather parameters and sum gradients: take part with gradients of zero, and send nothing.
-            blank = self._blank = self._blank.to(self.device, self._dtype)
-            hidden = self.stage.encode(self.stage.embed(blank), blank)
+            hidden = self.stage.encode(self.stage.embed(self._blank), self._blank)
             return {_LOSS: 0.0 * hidden[-1].sum()}
         if self.stage.is_first:
             made = self.stage(batch)

@@ -151,11 +151,15 @@ class Recorder(TorchDispatchMode):
         self.received: dict[tuple[str, int], list] = defaultdict(list)
         self.shared: dict[tuple[int, ...], list] = defaultdict(list)
         self.waits: list[str] = []
+        self._pinned: list[torch.UntypedStorage] = []  # kept, so that no other gets its address
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if operation is torch.ops.aten._pin_memory.default:
-            return args[0].clone()
-        if _waits_for_gpu(operation, args, kwargs or {}):
+            pinned = args[0].clone()
+            self._pinned.append(pinned.untyped_storage())
+            return pinned
+        pinned = {storage._cdata for storage in self._pinned}
+        if _waits_for_gpu(operation, args, kwargs or {}, pinned):
             asked = next(own for own in reversed(traceback.extract_stack()[:-1]) if "/torch/" not in own.filename)
             self.waits.append(f"{operation} in {asked.filename}:{asked.lineno}: {asked.line}")
         if operation is torch.ops.aten._local_scalar_dense.default:
@@ -181,15 +185,17 @@ class Recorder(TorchDispatchMode):
             self.shared[ranks].append((name, sizes, roots))
 
 
-def _waits_for_gpu(operation: Any, args: tuple, kwargs: dict) -> bool:
+def _waits_for_gpu(operation: Any, args: tuple, kwargs: dict, pinned: set[int]) -> bool:
     """Whether the host waits for the GPU before it goes on: for a value, for a size that depends on values, or for a
-    copy between the two that does not say `non_blocking`."""
+    copy between the two that does not say `non_blocking`, or whose end on the CPU is not in a `pinned` storage."""
     given = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
     devices = {own.device.type for own in given}
     name = operation.overloadpacket.__name__
     if name in ("_to_copy", "copy_"):
         devices.add(torch.device(kwargs.get("device") or args[0].device).type)
         is_blocking = not (kwargs.get("non_blocking") or True in args[2:])
+        on_cpu = [own for own in given if own.device.type == "cpu"]
+        is_blocking |= any(own.untyped_storage()._cdata not in pinned for own in on_cpu)
         return devices == {"cpu", "cuda"} and is_blocking
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         # A mask is turned into positions, and positions on the CPU are copied.
