@@ -2,11 +2,12 @@
 
 The assistant's answers are learned, each with the token that ends it. If the template has generation blocks, these mark
 the answers. Otherwise an answer is what follows its prompt: the text rendered up to the answer, minus the text rendered
-with a generation prompt instead of it.
+with a generation prompt instead of it. A template that writes turn by turn tells both for all answers at once.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,12 @@ from dflop.shapes.record_media import RecordError, is_text
 from dflop.shapes.records import Turn
 from dflop.shapes.template_language import MARKS, has_generation_blocks, make_environment
 from dflop.shapes.template_limits import MOST_STEPS_OF_ALL, STEPS, Steps, TooManySteps
+from dflop.shapes.template_turns import TURN, TurnByTurn, find_turn_by_turn
 
 __all__ = ["ChatTemplate", "Rendered"]
 
+# Where an answer begins and ends in the whole text; None if the renderings that were compared do not tell.
+_Edges = tuple[int | None, int | None]
 # A conversation as one text, and the spans `[start, end)` of its characters that are learned.
 Rendered = tuple[str, list[tuple[int, int]]]
 
@@ -85,7 +89,7 @@ class ChatTemplate:
         Raises:
             UserError: when it is not a template, writes nothing of what turns say, or writes invalid characters.
         """
-        environment = make_environment()
+        self._source, environment = source, make_environment()
         where = f"the chat template of {file}" if file else "the chat template"
         if len(source) > _MAX_CHARACTERS:
             raise UserError(f"{where} has {len(source):,} characters; {_WAY_OUT}")
@@ -120,12 +124,14 @@ class ChatTemplate:
             if found and found[0] == whole:
                 return whole, [(start, _extended(whole, end, self._ending)) for start, end in found[1]]
         num_answers = sum(message.role == "assistant" for message in messages)
+        told = self._edges_by_turn(messages, whole, steps) if num_answers > 1 else {}
+        num_left = num_answers - sum(None not in edges for edges in told.values())
         too_many = RecordError("bad_record", _TOO_MANY_ANSWERS.format(num_answers, MOST_STEPS_OF_ALL))
-        # Each answer is found by two renderings, of half the conversation on average, or by some more.
-        if num_answers * taken > MOST_STEPS_OF_ALL:
+        # Each other answer is found by two renderings, of half the conversation on average, or by some more.
+        if num_left * taken > MOST_STEPS_OF_ALL:
             raise too_many
         try:
-            return whole, self._spans_behind_prompts(messages, whole, steps)
+            return whole, self._spans_behind_prompts(messages, whole, steps, told)
         except _Endless as error:
             raise (too_many if steps.are_all_taken else error) from None
 
@@ -134,20 +140,16 @@ class ChatTemplate:
         marks = _unused_marks([message.text for message in messages])
         return _take_out_marks(self._run(messages, steps, marks=marks), marks)
 
-    def _spans_behind_prompts(self, messages: Sequence[_Message], whole: str, steps: Steps) -> list[tuple[int, int]]:
-        """The span of each answer in `whole`, found from two shorter renderings.
-
-        The turns before the answer, with a generation prompt, end where it begins. The turns up to and including the
-        answer end where it ends. If `whole` does not begin with one of the two texts, that edge is found by marks.
-        """
+    def _spans_behind_prompts(
+        self, messages: Sequence[_Message], whole: str, steps: Steps, told: Mapping[int, _Edges]
+    ) -> list[tuple[int, int]]:
+        """The span of each answer in `whole`. Of answers whose edges are not `told`, two shorter renderings are
+        compared with it; an edge that is still unknown is found by marks."""
         spans = []
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self._run_or_none(messages[:index], steps, prompt=True)
-            until = whole if index == len(messages) - 1 else self._run_or_none(messages[: index + 1], steps)
-            start = len(before) if before is not None and whole.startswith(before) else None
-            end = len(until.rstrip()) if until is not None and whole.startswith(until.rstrip()) else None
+            start, end = told[index] if index in told else self._compared(messages, index, whole, steps)
             if start is None or end is None:
                 its_start, its_end = self._find_answer(messages, index, whole, steps)
                 start, end = its_start if start is None else start, its_end if end is None else end
@@ -156,9 +158,44 @@ class ChatTemplate:
             spans.append((start, end))
         return spans
 
-    def _find_answer(
-        self, messages: Sequence[_Message], index: int, whole: str, steps: Steps
-    ) -> tuple[int | None, int | None]:
+    def _compared(self, messages: Sequence[_Message], index: int, whole: str, steps: Steps) -> _Edges:
+        """The edges of an answer. The turns before it, with a generation prompt, end where it begins. The turns up to
+        and including the answer end where it ends. Either text may not be what `whole` begins with."""
+        before = self._run_or_none(messages[:index], steps, prompt=True)
+        until = whole if index == len(messages) - 1 else self._run_or_none(messages[: index + 1], steps)
+        start = len(before) if before is not None and whole.startswith(before) else None
+        end = len(until.rstrip()) if until is not None and whole.startswith(until.rstrip()) else None
+        return start, end
+
+    def _edges_by_turn(self, messages: Sequence[_Message], whole: str, steps: Steps) -> dict[int, _Edges]:
+        """What `_compared` finds for the answers, by their number among `messages`, from two renderings: one tells
+        where turns begin, the other which prompt follows them. Empty if the template does not write turn by turn."""
+        if not self._by_turn:
+            return {}
+        try:
+            mark = _unused_marks([message.text for message in messages])[0]
+            pieces = self._run(messages, steps, turn=mark).split(mark)
+            first = len(messages) - (len(pieces) - 2)  # the one that the loop begins with
+            answers = [
+                index
+                for index in range(max(first, self._by_turn.min_turns), len(messages))
+                if messages[index].role == "assistant"
+            ]
+            if "".join(pieces) != whole or not answers:
+                return {}
+            prompt = self._run(messages[: answers[0]], steps, prompt=True, turn=mark).rpartition(mark)[2]
+        except RecordError:
+            return {}
+        return _edges_of_turns(whole, pieces, answers, first, prompt)
+
+    @cached_property
+    def _by_turn(self) -> TurnByTurn | None:
+        try:
+            return find_turn_by_turn(make_environment(), self._source)
+        except RecursionError:
+            return None
+
+    def _find_answer(self, messages: Sequence[_Message], index: int, whole: str, steps: Steps) -> _Edges:
         """Where an answer begins and ends; each is None if it cannot be determined. The template is run with marks at
         the answer's ends. A run in which the marks change anything else is not used."""
         marks = _unused_marks([message.text for message in messages])
@@ -192,9 +229,10 @@ class ChatTemplate:
         *,
         prompt: bool = False,
         marks: str | None = None,
+        turn: str | None = None,
     ) -> str:
-        """The rendered text, with `marks` around generation blocks. A conversation that is rendered several times has
-        the same `steps` each time."""
+        """The rendered text, with `marks` around generation blocks, or with the mark `turn` before each turn and
+        behind the last. A conversation that is rendered several times has the same `steps` each time."""
         steps = steps or Steps()
         steps.begin(sum(len(message.text) for message in messages))
         given = self._given | {
@@ -204,8 +242,11 @@ class ChatTemplate:
         }
         if marks:
             given[MARKS] = marks
+        template = self._template
+        if turn and self._by_turn:
+            given[TURN], template = turn, self._by_turn.template
         try:
-            return self._template.render(given)
+            return template.render(given)
         except TooManySteps as error:
             raise _Endless("bad_record", f"the tokenizer's chat template takes too long for it: {error}") from None
         except _REFUSALS as error:
@@ -291,6 +332,28 @@ class ChatTemplate:
                 behind = re.compile(rf"\s*(?:{tokens})").match(text, blocks[len(blocks) // num - 1][1])
                 endings.add(behind[0] if behind else "")
         return endings.pop() if len(endings) == 1 else ""
+
+
+def _edges_of_turns(
+    whole: str, pieces: Sequence[str], answers: Sequence[int], first: int, prompt: str
+) -> dict[int, _Edges]:
+    """The edges of `answers`, numbers of turns, in the text `whole` of a template that writes turn by turn.
+
+    `pieces` are what it writes before the loop, for each turn from the `first` on, and behind the loop. It would write
+    `prompt` behind the turns before an answer.
+    """
+    begins = list(accumulate(map(len, pieces)))  # of these turns, and of what is behind the loop
+    said, behind, end = [], pieces[-1].rstrip(), 0
+    for begin, piece in zip([0, *begins], pieces, strict=False):
+        end = begin + len(piece.rstrip()) if piece.strip() else end
+        said.append(end)
+    edges = {}
+    for index in answers:
+        begin, end = begins[index - first], begins[index - first + 1]
+        start = begin + len(prompt) if whole.startswith(prompt, begin) else None
+        stop = end + len(behind) if whole.startswith(behind, end) else None
+        edges[index] = start, stop if behind else said[index - first + 1]
+    return edges
 
 
 def _extended(text: str, end: int, ending: str) -> int:
