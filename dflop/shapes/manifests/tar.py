@@ -81,12 +81,23 @@ class _FilePart(io.RawIOBase):
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header; one that describes the next member must be short, as tarfile reads it whole."""
+    """A member's header; one that describes the next member must be short, as tarfile reads it whole.
+
+    One that describes all members after it is passed over. tarfile would give each its name and size, and none where a
+    sample is read alone.
+    """
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _DESCRIBING and self.size > _MAX_HEADER_BYTES:
             raise tarfile.InvalidHeaderError(f"a header of {self.size:,} bytes")
-        return super()._proc_member(archive)
+        if self.type != tarfile.XGLTYPE:
+            return super()._proc_member(archive)
+        num_blocks = -(-self.size // tarfile.BLOCKSIZE)
+        archive.fileobj.seek(num_blocks * tarfile.BLOCKSIZE, io.SEEK_CUR)
+        try:
+            return self.fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            raise tarfile.SubsequentHeaderError(str(error)) from None
 
 
 class TarReader:

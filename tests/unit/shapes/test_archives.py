@@ -271,3 +271,28 @@ def test_a_member_reads_like_a_file_of_its_own(data):
             assert file.seek(offset, how) == expected.seek(offset, how)
         assert file.tell() == expected.tell()
     file.close()
+
+
+def with_global_header(path: Path, attributes: dict[str, str]) -> Path:
+    """The archive with a pax header before it that describes all its members."""
+    header = tarfile.TarInfo.create_pax_global_header(attributes)
+    path.write_bytes(header + path.read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("attributes", [{"path": "b.json"}, {"linkpath": "c"}, {"size": "100000"}, {"mtime": "x"}, {}])
+def test_what_a_header_says_of_all_members_is_not_believed(records_of, write_tar, attributes):
+    """tarfile would give each of them the one name and size. Archives of git have such a header, for a comment."""
+    samples = {name: {".json": b"{}", ".png": picture(shade), ".txt": b"x"} for shade, name in enumerate("ab")}
+    plain = records_of(write_tar(samples))
+    records = records_of(with_global_header(write_tar(samples), attributes | {"comment": "0" * 40}))
+    assert [record["id"] for record in records] == ["a", "b"]
+    assert [record["conversations"] for record in records] == [record["conversations"] for record in plain]
+    assert [record["image"][0].open().read() for record in records] == [picture(0), picture(1)]
+
+
+def test_an_archive_that_ends_in_a_header_of_all_members_is_cut_off(records_of, write_tar):
+    path = write_tar({"a": {".png": picture(1), ".txt": b"x"}})
+    header = tarfile.TarInfo.create_pax_global_header({"comment": "0" * 999})
+    path.write_bytes(path.read_bytes()[: 4 * tarfile.BLOCKSIZE] + header[:600])
+    assert isinstance(records_of(path)[-1], RecordError)
