@@ -5,6 +5,8 @@ resumed, ends with exit code 75. Heavy imports stand inside the commands that ne
 at once.
 """
 
+import os
+import resource
 import sys
 
 import click
@@ -13,6 +15,9 @@ from dflop.base import UserError, printable
 from dflop.cli import checking, comparison, costs, data, doctor, evaluation, plans, recipe, start, training
 
 __all__ = ["cli", "main"]
+
+# Libraries map so much when they are loaded; some of them end the process where they cannot.
+_LEAST_ADDRESSES = 2 << 30
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -28,6 +33,9 @@ def cli() -> None:
     workflow for stages that follow each other, evaluate has lmms-eval evaluate a trained model, init makes a folder to
     run the workflow in, shapes reads a manifest's shapes for other trainers, and doctor looks at a machine.
     """
+    limit = _address_limit()
+    if limit is not None and limit < _LEAST_ADDRESSES and not {"-h", "--help"} & {*sys.argv}:
+        raise UserError(_too_little(limit))
 
 
 for module in (checking, comparison, costs, data, doctor, evaluation, plans, recipe, start, training):
@@ -38,8 +46,14 @@ for module in (checking, comparison, costs, data, doctor, evaluation, plans, rec
 
 def main() -> None:
     """Entry point of the `dflop` command."""
+    _open_standard_files()
     try:
         cli(standalone_mode=False)
+    except (MemoryError, ImportError):
+        if (limit := _address_limit()) is None:
+            raise
+        click.echo(f"dflop: {_too_little(limit)}", err=True)
+        sys.exit(2)
     except UserError as error:
         click.echo(f"dflop: {error}", err=True)
         sys.exit(error.exit_code)
@@ -55,3 +69,24 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("dflop: interrupted", err=True)
         sys.exit(130)
+
+
+def _open_standard_files() -> None:
+    """Open those that the caller has closed (`2>&-`). A table would otherwise get their number, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which has the lowest number that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _address_limit() -> int | None:
+    """The most bytes of addresses that this process may have; None if it may have any."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _too_little(limit: int) -> str:
+    return f"`ulimit -v` leaves {limit / 1e9:.1f} GB, too little to load libraries; run `ulimit -v unlimited` first"

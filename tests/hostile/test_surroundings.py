@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dflop.cli import main
 from dflop.shapes.manifests.index import ManifestFile
 from dflop.shapes.record_media import RecordError
 from dflop.shapes.records import parse_record
@@ -60,6 +61,54 @@ def test_a_command_works_in_c_on_one_core_with_few_files_and_a_home_that_is_no_f
 
 def test_a_command_works_without_home_programs_and_asserts(schedule, tmp_path):
     _has_worked(schedule("-O", HOME=None, XDG_CACHE_HOME=None, PATH="/nowhere"), tmp_path)
+
+
+def test_little_memory_for_libraries_is_one_line_that_says_how_to_have_more(schedule):
+    """Some of them end the process when they are loaded."""
+    for limit in (400, 2000):
+        done = schedule(before=lambda limit=limit: resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20)))
+        assert done.returncode == 2
+        assert re.fullmatch(r"dflop: `ulimit -v` leaves \d\.\d GB.*; run `ulimit -v unlimited` first\n", done.stderr)
+
+
+def test_help_is_given_with_little_memory():
+    code = "from dflop.cli import main; main()"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))  # noqa: E731
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", "--help"], preexec_fn=limit, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage:" in done.stdout
+
+
+def test_a_module_that_memory_is_too_small_for_is_one_line(monkeypatch, capsys):
+    def plan():
+        raise ImportError("failed to map segment from shared object")
+
+    monkeypatch.setattr("dflop.cli.cli", lambda **_: plan())
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4 << 30, 4 << 30))
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("dflop: `ulimit -v` leaves 4.3 GB")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    with pytest.raises(ImportError):
+        main()
+
+
+def test_a_command_works_where_standard_files_are_closed(schedule, tmp_path):
+    _has_worked(schedule(before=lambda: os.closerange(0, 3)), tmp_path)
+
+
+def test_no_file_of_a_run_gets_the_number_of_a_standard_file_that_is_closed():
+    """Libraries print to these numbers."""
+    code = "import os, sys\nfrom dflop.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    code += "sys.exit(min(os.open(os.devnull, os.O_RDONLY), 9) + 40)"
+    for closed in ((2,), (1, 2), (0, 1, 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "plan", "--nothing"],
+            preexec_fn=lambda closed=closed: [os.close(number) for number in closed],
+        )
+        assert done.returncode > 42
 
 
 def _has_worked(done: subprocess.CompletedProcess, folder: Path) -> None:
