@@ -142,8 +142,12 @@ class MediaLimits:
             TookTooLong: the time is over.
         """
         if time.monotonic() > self.ends:
-            why = f"the media of its record take more than {self.max_decode_s:g} s to read (`data.max_decode_s`)"
-            raise TookTooLong("unreadable_media", f"{name}: {why}")
+            raise self.too_long(name)
+
+    def too_long(self, name: str) -> "TookTooLong":
+        """The error for a medium for which the time of its record is not enough."""
+        why = f"the media of its record take more than {self.max_decode_s:g} s to read (`data.max_decode_s`)"
+        return TookTooLong("unreadable_media", f"{name}: {why}")
 
     def in_time(self, name: str, parts: Iterable[_Part]) -> Iterator[_Part]:
         """The parts of a medium, read or decoded one by one, until the time of its record is over.

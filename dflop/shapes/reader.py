@@ -7,6 +7,7 @@ the media's headers; training takes the sizes that profiling stored.
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -31,6 +32,8 @@ _MOST = 2**31 - 1
 
 # How many headers `remembering` keeps: 20 MB in all.
 _MOST_HEADERS = 1 << 16
+# A medium that was given up with less of its time left than this share was given up for its time.
+_NO_TIME = 0.05
 
 _PLACEHOLDER = re.compile("|".join(f"<{kind}>" for kind in MEDIA_KINDS))
 
@@ -102,13 +105,32 @@ class ShapeReader:
         return MediaLimits.of(self.data)
 
     def remembering(self) -> "ShapeReader":
-        """A copy for one pass over many records: it remembers headers, so that a file that many records name is opened
-        once."""
-        kept = lru_cache(_MOST_HEADERS)(_header_of)
+        """A copy for one pass over many records: it remembers headers, and what is wrong with unreadable files, so that
+        a file that many records name is opened once. One that took too long is opened again where it has more time."""
+        too_long_s: dict[tuple[Medium, Path], float] = {}
+
+        @lru_cache(_MOST_HEADERS)
+        def outcome(medium: Medium, media_root: Path, limits: MediaLimits) -> _Header | RecordError:
+            begin = time.monotonic()
+            try:
+                return _header_of(medium, media_root, limits)
+            except RecordError as error:
+                if limits.left_s < _NO_TIME * limits.max_decode_s:
+                    too_long_s[medium, media_root] = time.monotonic() - begin
+                    raise
+                if error.reason != "unreadable_media":
+                    raise
+                return RecordError(error.reason, error.detail)  # a copy, as a traceback keeps the medium in memory
 
         def read_header(medium: Medium, media_root: Path, limits: MediaLimits) -> _Header:
-            is_file = isinstance(medium.file, str)
-            return (kept if is_file else _header_of)(medium, media_root, limits)
+            if not isinstance(medium.file, str):
+                return _header_of(medium, media_root, limits)
+            if too_long_s.get((medium, media_root), 0.0) > (1 - _NO_TIME) * limits.left_s:
+                raise limits.too_long(medium.file)
+            found = outcome(medium, media_root, limits)
+            if isinstance(found, RecordError):
+                raise RecordError(found.reason, found.detail)
+            return found
 
         return replace(self, read_header=read_header)
 

@@ -19,7 +19,10 @@ from dflop.config import AudioConfig, DataConfig, SourceConfig
 from dflop.loading.dataset import EncoderFeed, MicrobatchJob, MicrobatchLoader, SampleRef, TrainingRecords
 from dflop.models.llava_onevision.processing import LlavaOnevisionPixels
 from dflop.models.llava_onevision.runtime import RUNTIME
-from dflop.shapes import ChatTokenizer, Source, list_shards, list_sources, profile_shard
+from dflop.shapes import ChatTokenizer, Source, list_shards, list_sources, media_limits, profile_shard
+from dflop.shapes import reader as reader_module
+from dflop.shapes.media import VideoHeader
+from dflop.shapes.media_limits import unreadable
 from dflop.shapes.reader import MediumSize
 from dflop.shapes.record_media import EmbeddedBytes, RecordError
 from dflop.shapes.records import parse_record
@@ -329,3 +332,57 @@ def test_a_file_that_many_records_name_is_opened_once_in_a_pass(tmp_path, reader
     assert kept.read_media(record, tmp_path) == [shape]
     with pytest.raises(RecordError, match="not a file"):  # another pass looks again
         reader.remembering().read_media(record, tmp_path)
+
+
+def one_clip(*names: str):
+    turns = [{"from": "human", "value": "<video>" * len(names)}, {"from": "gpt", "value": "A."}]
+    return parse_record({"video": [*names], "conversations": turns})
+
+
+def test_a_file_that_cannot_be_read_is_opened_once_in_a_pass(tmp_path, reader, monkeypatch):
+    opened = []
+    monkeypatch.setattr(reader_module, "video_header", lambda file, limits: opened.append(file) or no_clip(file))
+    (tmp_path / "a.mp4").touch()
+    kept, said = reader.remembering(), set()
+    for _ in range(3):
+        with pytest.raises(RecordError) as refused:
+            kept.read_media(one_clip("a.mp4"), tmp_path)
+        said.add((refused.value.reason, refused.value.detail))
+    assert (len(opened), said) == (1, {("unreadable_media", "a.mp4: no clip")})
+
+
+def no_clip(file):
+    raise unreadable(file.name, "no clip")
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_file_that_takes_all_the_time_of_a_record_takes_it_once_in_a_pass(tmp_path, reader, monkeypatch, says_so):
+    """FFmpeg gives up an open file with an error of its own."""
+    now, opened = [0.0], []
+
+    def read(file, limits):
+        opened.append(file.name)
+        now[0] += {"slow.mp4": 200.0, "half.mp4": 0.6 * limits.max_decode_s}[file.name]
+        if says_so:
+            limits.check_time(file.name)
+        elif limits.left_s < 0.01:
+            no_clip(file)
+        return VideoHeader(8, 4.0, 32, 32)
+
+    monkeypatch.setattr(media_limits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(reader_module, "video_header", read)
+    for name in ("slow.mp4", "half.mp4"):
+        (tmp_path / name).touch()
+    kept = reader.remembering()
+    for _ in range(3):
+        with pytest.raises(RecordError, match=r"slow\.mp4"):
+            kept.read_media(one_clip("slow.mp4"), tmp_path)
+    assert opened == ["slow.mp4"]
+    with pytest.raises(RecordError, match=r"slow\.mp4"):
+        kept.read_media(one_clip("half.mp4", "slow.mp4"), tmp_path)
+    kept = reader.remembering()
+    with pytest.raises(RecordError, match=r"slow\.mp4"):
+        kept.read_media(one_clip("half.mp4", "slow.mp4"), tmp_path)  # which has less than its whole time
+    with pytest.raises(RecordError, match=r"slow\.mp4"):
+        kept.read_media(one_clip("slow.mp4"), tmp_path)
+    assert kept.read_media(one_clip("half.mp4"), tmp_path)
