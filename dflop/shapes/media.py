@@ -9,12 +9,13 @@ orientation that PNG and WebP may hold, does not know AVIF, and does not notice 
 """
 
 import math
+import os
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import av
 from av.container import InputContainer
@@ -55,7 +56,23 @@ class VideoHeader(NamedTuple):
     height: int
 
 
+class _InTime:
+    """A record's picture, read until the time of its media is over. Pillow reads part by part, e.g. chunk by chunk."""
+
+    def __init__(self, file: BinaryIO, name: str, limits: MediaLimits) -> None:
+        self._file, self._name, self._limits = file, name, limits
+
+    def read(self, *num_bytes: int) -> bytes:
+        self._limits.check_time(self._name)
+        return self._file.read(*num_bytes)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._file, attribute)
+
+
 _pillows_limit = threading.Lock()
+# Files up to this size cannot have so many parts that they take long. Looking at the time takes 20 us a picture.
+_LARGE_BYTES = 1 << 20
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
@@ -74,15 +91,17 @@ def open_medium(medium: Path | Embedded) -> BinaryIO:
 
 
 def open_picture(file: BinaryIO, name: str, limits: MediaLimits) -> Image.Image:
-    """Open a picture within the limits; only its header is read. To be called inside `decoding`.
+    """Open a picture within the limits; only its header is read. To be called inside `decoding`, until it is loaded.
 
     Pillow's own limit against decompression bombs would refuse large scans, or warn of them. That limit is a setting of
     the whole process, so it is switched off only while the header is read.
 
     Raises:
-        RecordError: unreadable_media, when the picture has more pixels.
+        RecordError: unreadable_media, when the picture has more pixels, or the time of its record is over.
         UnidentifiedImageError: when the file is not a picture of `PICTURE_FORMATS`.
     """
+    if file.seek(0, os.SEEK_END) > _LARGE_BYTES:
+        file = _InTime(file, name, limits)
     with _pillows_limit:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:

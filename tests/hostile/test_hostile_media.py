@@ -9,6 +9,7 @@ import math
 import struct
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,6 +303,40 @@ def test_nothing_is_learned_of_a_medium_whose_time_is_over_in_the_middle(reader,
     _, said, is_blank = loaded(hasty, medium, size, Path())
     assert is_blank
     assert "the media of its record take more than 5 s to read (`data.max_decode_s`)" in said[0]
+
+
+# A part, and the place before which it may stand many times.
+TINY_PARTS = {
+    "png": (struct.pack(">I4sI", 0, b"prVt", zlib.crc32(b"prVt")), 33),
+    "jpg": (b"\xff\xfe\0\x02", 2),
+    "gif": (b"!\xfe\x01a\0", 13 + 3 * 256),
+    "ppm": (b"#\n", 3),
+}
+
+
+def picture_with(ending: str, num_parts: int) -> bytes:
+    """A good picture of more than 1 MiB with many small parts before its pixels."""
+    made = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (1100, 1100, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(made, Image.registered_extensions()[f".{ending}"], quality=100)
+    part, at = TINY_PARTS[ending]
+    return made.getvalue()[:at] + part * num_parts + made.getvalue()[at:]
+
+
+@pytest.mark.parametrize("ending", TINY_PARTS)
+def test_a_picture_of_very_many_parts_ends_with_the_time_of_its_record(reader, ending, monkeypatch):
+    """Pillow reads each of them with Python: 48 MB of PNG chunks took 47 s."""
+    clock = itertools.count()
+    monkeypatch.setattr(media_limits.time, "monotonic", lambda: next(clock))
+    patient = replace(reader, data=replace(reader.data, max_decode_s=5_000))
+    good, bad = (Medium("image", EmbeddedBytes("picture", picture_with(ending, num))) for num in (10, 20_000))
+    size = profiled(patient, good, Path())
+    assert size.pixels == (1100, 1100)
+    assert loaded(patient, good, size, Path())[0].tolist() == [[1100, 1100]]
+    assert "the media of its record take more than 5000 s to read" in refusal(patient, bad)
+    _, said, is_blank = loaded(patient, bad, size, Path())
+    assert is_blank
+    assert "the media of its record take more than 5000 s to read" in said[0]
 
 
 def test_the_media_of_a_record_have_one_limit_of_time_together(reader, monkeypatch):
