@@ -8,6 +8,7 @@ for a video, as in LLaVA's own files. A medium is a path, or bytes that the mani
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
@@ -79,9 +80,15 @@ def media_paths(raw: Any) -> list[str]:
 
 
 def record_id(raw: Any) -> str | None:
-    """The id that a raw record gives itself, or None. Unprintable characters become escapes."""
+    """The id that a raw record gives itself, or None. Unprintable characters become escapes, and such an id gets a
+    digest behind it: another record may have the text of the escapes."""
     given = raw.get("id") if isinstance(raw, dict) else None
-    return None if given in (None, "") else printable(str(given))
+    if given in (None, ""):
+        return None
+    shown = printable(text := str(given))
+    if shown == text:
+        return text
+    return f"{shown}~{blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
 
 
 def _media_files(raw: dict[str, Any], kind: str, parts: list[str | Embedded]) -> list[str | Embedded]:

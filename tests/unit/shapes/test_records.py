@@ -290,7 +290,7 @@ def test_a_record_without_an_answer_is_empty(answer):
 
 
 @pytest.mark.parametrize(
-    ("given_id", "sample_id"), [("a", "a"), (7, "7"), (None, None), (0, "0"), ("\ud83d!", "\\ud83d!")]
+    ("given_id", "sample_id"), [("a", "a"), (7, "7"), (None, None), (0, "0"), ("\ud83d!", "\\ud83d!~a21fe1e2587c5dee")]
 )
 def test_an_id_becomes_text(given_id, sample_id):
     assert parse_record(conversation("hello", id=given_id)).sample_id == sample_id
@@ -392,6 +392,14 @@ def test_what_could_steer_a_terminal_is_escaped_wherever_it_comes_from(profile_r
         assert "x1b]52;c;cm0=" in text
         assert text.replace("\n", "").isprintable()
     assert str(UserError("two\nlines, é雪👍")) == "two\nlines, é雪👍"
+
+
+def test_an_id_and_another_records_id_that_is_its_escapes_are_two(profile_records, tmp_path):
+    ids = ["\x1b", "\\x1b", "a\r", "a\\r", "\ud800", "\\ud800", "é"]
+    frame = profile_records([{"id": given, **conversation("Hello")} for given in ids], tmp_path)
+    assert len({*frame["sample_id"]}) == len(ids)
+    assert frame["sample_id"].to_list()[1::2] == ids[1::2]
+    assert frame["sample_id"][6] == "é"
 
 
 def test_a_detail_is_no_longer_than_a_console_bears():
