@@ -28,6 +28,8 @@ _BATCH_BYTES = 16 << 20
 # A table with more rows, text or media is a trap: no table of records that differ is packed as well.
 _MOST_ROWS_PER_BYTE = 8
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_PER_BYTE = 1 << 30, 10_000
+# Texts that are not UTF-8, columns or fields of the same name, dates and time zones that Python does not have.
+_NO_VALUES = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
 
 
 class ParquetReader:
@@ -152,8 +154,13 @@ def _record(row: "pyarrow.Table | pyarrow.RecordBatch", where: str) -> dict[str,
     """One row of a table as a record."""
     try:
         return row.to_pylist()[0]
-    # Texts that are not UTF-8, columns of the same name, dates that Python does not have, types that it does not know.
-    except (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError) as error:
+    except _NO_VALUES as error:
+        for field, column in zip(row.schema, row.columns, strict=True):
+            try:
+                column.to_pylist()
+            except _NO_VALUES as why:
+                said = f"Python cannot hold the value of column {field.name} ({str(field.type)[:200]}): {why}"
+                return RecordError("bad_record", f"{where}: {said}")
         return RecordError("bad_record", f"{where}: {error}")
 
 

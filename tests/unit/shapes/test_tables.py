@@ -209,3 +209,21 @@ def test_a_row_with_too_much_text_costs_that_row_alone(read_indexed):
     first, broken, last = read_indexed("train.parquet")
     assert (first, last) == ({"id": "a"}, {"id": "c"})
     assert broken.detail == "train.parquet, row 1: over 33,554,432 bytes of text"
+
+
+@pytest.mark.parametrize(
+    ("column", "type_said"),
+    [
+        (pa.array([[2**62]], pa.list_(pa.timestamp("us"))), "timestamp[us]"),
+        (pa.array([{"at": [0]}], pa.struct([("at", pa.list_(pa.timestamp("us", tz="Mars/One")))])), "tz=Mars/One"),
+        (pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"]), "struct<a: int64, a: int64>"),
+    ],
+    ids=["a time in a list", "a time zone in a list in a struct", "two fields of one name"],
+)
+def test_a_value_that_python_cannot_hold_is_named_by_its_column_and_type(records_of, column, type_said):
+    """pyarrow says of an unknown time zone that a package must be installed."""
+    pq.write_table(pa.table({"id": ["a"], "when": column}), "train.parquet")
+    (error,) = records_of(Path("train.parquet"))
+    assert error.reason == "bad_record"
+    assert "train.parquet, row 0: Python cannot hold the value of column when (" in error.detail
+    assert type_said in error.detail
