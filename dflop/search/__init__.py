@@ -1,11 +1,11 @@
 """Search: the space of plans, lower bounds, the price of a plan on regrouped batches, and the search itself."""
 
 from dflop.search.baseline import TODAY, Baseline, read_baselines
-from dflop.search.best_first import SearchResult, search_plans
+from dflop.search.best_first import FINALISTS_WITHIN, SearchResult, search_plans
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.epoch import Epoch, hour_of, price_note
 from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
-from dflop.search.final_choice import FINALISTS_WITHIN, with_finalists_scheduled
+from dflop.search.final_choice import with_finalists_scheduled
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.loader_processes import loading_need, loading_note, planned_loaders
 from dflop.search.space import enumerate_space, plan_of

@@ -9,6 +9,7 @@ better than what was found. The result is then the argmin of the space, although
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,12 +37,14 @@ from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 from dflop.shapes import SampleShapes
 
-__all__ = ["NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
+__all__ = ["FINALISTS_WITHIN", "NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
 
 # The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
-# `_FEW_PLANS`, where that takes no time. Other searches find `NUM_FINALISTS`, among which `final_choice` chooses.
+# `_FEW_PLANS`, where that takes no time. All find the plans among which `final_choice` chooses: at most
+# `NUM_FINALISTS`, with prices of at most `FINALISTS_WITHIN` times that of the fastest. Schedules are up to 8 % shorter
+# than prices, but not of all plans alike (`tests/benchmarks/regret.py`).
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
-NUM_FINALISTS = 3
+NUM_FINALISTS, FINALISTS_WITHIN = 12, 1.03
 # To tell the gain of more memory: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER` of
 # them priced. In small spaces `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
@@ -106,8 +109,8 @@ def search_plans(
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     fixed = (within or config.plan).fixed
     pinned = fixed.checkpointing if fixed else None
-    num_best = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else NUM_FINALISTS
-    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_best, pinned)
+    num_certain = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
+    search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_certain, pinned)
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -145,15 +148,15 @@ class _Search:
         bounds: LowerBounds,
         links: LeastLinks,
         policy: Policy,
-        num_best: int,
+        num_certain: int,
         pinned: bool | None,
     ) -> None:
-        self._num_best, self._pinned = num_best, pinned
+        self._num_certain, self._pinned = num_certain, pinned
         self._config, self._spec, self._rows, self._splits = config, spec, rows, splits
         self._about = (config, spec, costs, batches, policy)
         self._num_batches = len(batches)
         self._budget_bytes = config.cluster.memory_gib * 2**30
-        # Negated step times of the fastest plans.
+        # Step times of the fastest plans, in order.
         self._fastest: list[float] = []
         # The plans priced on all batches.
         self._priced: list[PlanPricer] = []
@@ -172,7 +175,7 @@ class _Search:
             pinned=pinned,
         )
         self._enough = JustEnough(spec, trained, self._budget_bytes)
-        # The slowest of the fastest. A row with a bound above it is not among the plans that are wanted.
+        # A row with a bound above this is not among the plans that are wanted.
         self.threshold_s = np.inf
 
     def look_at(self, number: int, level: int, bound_s: float) -> float | None:
@@ -210,9 +213,15 @@ class _Search:
         # Costs may be made by others, and have recomputed layers that take less time than kept ones.
         assert pricer.plan.checkpointing or step_s * MARGIN >= bound_s, (row, step_s, bound_s)
         self._priced.append(pricer)
-        (heapq.heappushpop if len(self._fastest) == self._num_best else heapq.heappush)(self._fastest, -step_s)
-        if len(self._fastest) == self._num_best:
-            self.threshold_s = -self._fastest[0]
+        insort(self._fastest, step_s)
+        self.threshold_s = max(self._slowest_of(self._num_certain), self._slowest_finalist_s())
+
+    def _slowest_of(self, number: int) -> float:
+        """The step of the slowest of this many plans; infinite where fewer are priced."""
+        return self._fastest[number - 1] if len(self._fastest) >= number else np.inf
+
+    def _slowest_finalist_s(self) -> float:
+        return min(self._slowest_of(NUM_FINALISTS), FINALISTS_WITHIN * self._fastest[0])
 
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:

@@ -188,7 +188,8 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
 def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
     """Why the chosen plan is not the first in the list; `faster` are the plans before it."""
     if chosen_s <= FINALISTS_WITHIN * faster["step_s"].min():
-        return "; of the plans priced within 1 % of that, it takes least once batches are scheduled"
+        close = f"{100 * (FINALISTS_WITHIN - 1):.0f} %"
+        return f"; of the plans priced within {close} of that, it takes least once batches are scheduled"
     return ""
 
 

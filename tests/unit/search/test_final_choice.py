@@ -12,11 +12,12 @@ from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
 
 
-def scheduled_s(candidate, config, spec, costs, samples) -> float:
+def scheduled_s(candidate, config, spec, costs, samples) -> list[float]:
+    """The steps of the first two batches."""
     pricer = Pricer(candidate.plan, costs, spec, config.cluster)
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
     scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)
-    return float(np.mean([scheduler.schedule(step).step_s for step in (0, 1)]))
+    return [scheduler.schedule(step).step_s for step in (0, 1)]
 
 
 @pytest.fixture
@@ -32,25 +33,26 @@ def close(search):
 def test_of_plans_priced_alike_the_one_that_schedules_best_is_chosen(close, tiny_spec, costs, samples):
     config = make_config(4, 8)
     chosen = with_finalists_scheduled(close, config, tiny_spec, costs, samples)
-    steps_s = [scheduled_s(own, config, tiny_spec, costs, samples) for own in close.candidates[:3]]
-    assert max(steps_s) > min(steps_s)
-    assert chosen.num_finalists == 3
-    assert chosen.best is close.candidates[int(np.argmin(steps_s))]
+    steps_s = np.array([scheduled_s(own, config, tiny_spec, costs, samples) for own in close.candidates])
+    assert steps_s.max() > steps_s.min()
+    assert chosen.num_finalists == 5
+    is_out = steps_s[:, 0] > 1.01 * steps_s[:, 0].min()
+    assert chosen.best is close.candidates[int(np.argmin(steps_s.mean(axis=1) + 1e9 * is_out))]
     assert chosen.candidates == close.candidates
 
 
 def test_why_says_that_the_choice_is_not_the_one_priced_shortest(close, costs):
     chosen = replace(close, chosen=close.candidates[1], num_finalists=3)
     why = yaml.safe_load(describe_choice(chosen, [], make_config(4, 8), costs))["why"]
-    assert why.startswith("Within 1 % of the shortest expected step of ")
+    assert why.startswith("Within 3 % of the shortest expected step of ")
     ratio = close.candidates[0].step_s / close.candidates[1].step_s
     assert f"By price alone {close.candidates[0].plan} would be chosen, which takes {ratio:.3f}x as long." in why
 
 
-def test_a_plan_that_is_priced_a_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):
+def test_a_plan_that_is_priced_four_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):
     found = search(make_config(4, 8))
     first, *others = found.candidates
-    apart = replace(found, candidates=[first, *(replace(own, steps_s=(1.02 * first.step_s,)) for own in others)])
+    apart = replace(found, candidates=[first, *(replace(own, steps_s=(1.04 * first.step_s,)) for own in others)])
     assert with_finalists_scheduled(apart, make_config(4, 8), tiny_spec, costs, samples) is apart
     assert apart.best is first
 
