@@ -5,6 +5,7 @@ stage in this process.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ import torch.distributed as dist
 from processes import spawn
 from stage_cases import DEPTH, Case, build, forward
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from dflop.base import UserError
 from dflop.costs.counted import CountedStage, counting
 from dflop.costs.design import Point
 from dflop.models import check_tp
+from dflop.models.attention import PACKED, packed_attention
+from dflop.models.compilation import replace_forwards
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
 
@@ -83,6 +87,7 @@ CASES = {
     "whole llm in bf16": Case(precision="bf16"),
     "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
 }
+COMPILED = ("middle, checkpointing", "internvl vision")
 REFUSED = {
     "one key-value head": Case(layers=range(0), text={"num_key_value_heads": 1}),
     "an unknown layer": Case(text={"model_type": "mistral"}),
@@ -135,6 +140,24 @@ def run(case: Case, stage: Stage) -> Result:
     )
 
 
+def compiled_and_eager(case: Case, ranks: TensorGroup) -> list[list[torch.Tensor | None]]:
+    """The outputs and all gradients of a rank's part, of compiled layers and of eager ones."""
+    found = []
+    for backend in ("aot_eager", None):
+        stage, generator = build(case, ranks), torch.Generator().manual_seed(2)
+        if backend:
+            attention = torch.compiler.disable(packed_attention)  # as a GPU's kernel is
+            AttentionInterface.register(PACKED, attention)
+            replace_forwards(stage, partial(torch.compile, dynamic=True, backend=backend))
+        inputs, outputs = forward(
+            case, stage, lambda *shape, own=generator: torch.randn(shape, generator=own, dtype=torch.float64)
+        )
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        AttentionInterface.register(PACKED, packed_attention)
+        found.append([*outputs, inputs.grad, *(parameter.grad for parameter in stage.parameters())])
+    return found
+
+
 def whole(tensor: torch.Tensor | None, shard: Shard | None) -> torch.Tensor | None:
     """All ranks' parts of a tensor in one."""
     if tensor is None or shard is None:
@@ -163,6 +186,11 @@ def run_rank(rank: int, folder: Path) -> None:
             results[name] = str(error)
         else:
             results[name] = run(case, stage)
+    for name in COMPILED:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results[f"{name}, compiled"] = compiled_and_eager(CASES[name], ranks)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, name
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -173,6 +201,14 @@ def divided(tmp_path_factory) -> list[dict[str, Result | str]]:
     folder = tmp_path_factory.mktemp("ranks")
     spawn(run_rank, (folder,), nprocs=TP)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(TP)]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_of_a_divided_stage_compute_what_eager_ones_do(divided, name):
+    for of_rank in divided:
+        for compiled, eager in zip(*of_rank[f"{name}, compiled"], strict=True):
+            assert (compiled is None) == (eager is None)
+            torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
