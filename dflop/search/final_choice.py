@@ -2,11 +2,11 @@
 
 A plan is priced on batches that are regrouped in a simple way, the same for all plans. In training, the scheduler
 regroups each batch for its plan, which shortens the steps of some plans more than those of others. Among plans whose
-prices are close to the fastest, the scheduled step times decide: of one batch, and of plans that are still close of
-another one.
+prices are close to the fastest, the scheduled step times decide. Of plans that train the LLM alike, and differ only in
+how they encode, only the one with the least price is scheduled: the schedules of the others hardly differ from its.
 """
 
-from contextlib import ExitStack
+from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
@@ -15,15 +15,16 @@ from dflop.base import UserError
 from dflop.config import Config, ScheduleConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
+from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search.best_first import FINALISTS_WITHIN, NUM_FINALISTS, SearchResult
-from dflop.search.candidate import pricer_of
+from dflop.search.candidate import Candidate, pricer_of
 from dflop.shapes import SampleShapes
 
 __all__ = ["with_finalists_scheduled"]
 
-# A finalist is scheduled a second time if its first batch takes at most so many times that of the fastest.
-_STILL_WITHIN = 1.01
+# Batches differ more in which plan they take least time on than plans differ in their means.
+_NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
 
@@ -38,38 +39,28 @@ def with_finalists_scheduled(
     if config.train.global_batch_size > _MOST_SAMPLES:
         return found
     close = [plan for plan in found.candidates if plan.step_s <= FINALISTS_WITHIN * found.best.step_s][:NUM_FINALISTS]
-    if len(close) < 2:
+    finalists = list({_of_llm(candidate.plan): candidate for candidate in reversed(close)}.values())[::-1]
+    if len(finalists) < 2:
         return found
+    scheduled_s = [_scheduled_s(plan, config, spec, costs, samples) for plan in finalists]
+    if not np.isfinite(scheduled_s).any():
+        return found
+    return replace(found, chosen=finalists[int(np.argmin(scheduled_s))], num_finalists=len(finalists))
+
+
+def _of_llm(plan: Plan) -> tuple[Hashable, ...]:
+    """How a plan trains the LLM."""
+    return plan.placement, plan.schedule, plan.num_chunks, plan.num_microbatches, plan.grid("llm")
+
+
+def _scheduled_s(
+    candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> float:
+    """The mean step time of scheduled batches; infinite where a batch does not fit into memory."""
+    pricer = pricer_of(candidate.plan, config, spec, costs)
     batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
-    with ExitStack() as opened:
-        schedulers = [
-            opened.enter_context(
-                BatchScheduler(
-                    samples,
-                    pricer_of(plan.plan, config, spec, costs),
-                    batches,
-                    ScheduleConfig(policy="search"),
-                    config.seed,
-                ).open()
-            )
-            for plan in close
-        ]
-        steps_s = np.array([_step_s(scheduler, 0) for scheduler in schedulers])
-        if not np.isfinite(steps_s).any():
-            return found
-        still_close = np.flatnonzero(steps_s <= _STILL_WITHIN * steps_s.min())
-        mean_s = np.full(len(close), np.inf)
-        for number in still_close:
-            second_s = _step_s(schedulers[number], 1) if len(still_close) > 1 else steps_s[number]
-            mean_s[number] = (steps_s[number] + second_s) / 2
-        if not np.isfinite(mean_s).any():
-            return found
-    return replace(found, chosen=close[int(np.argmin(mean_s))], num_finalists=len(close))
-
-
-def _step_s(scheduler: BatchScheduler, step: int) -> float:
-    """The step time of a scheduled batch; infinite where it does not fit into memory."""
-    try:
-        return scheduler.schedule(step).step_s
-    except UserError:
-        return np.inf
+    with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:
+        try:
+            return float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
+        except UserError:
+            return np.inf
