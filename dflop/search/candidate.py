@@ -90,10 +90,17 @@ class PlanPricer:
         of_batches = [self._pricer.bytes_along_pipeline(*self._grouped(batch)) for batch in batches]
         return {grid.module: np.max([peaks[grid.module] for peaks in of_batches], axis=0) for grid in self.plan.grids}
 
-    def fullest_batch(self) -> tuple[int, float]:
-        """The batch that needs most memory, and the bytes of the fullest rank."""
-        needed = [max(self.memory_bytes(batch).values()) for batch in range(len(self._batches))]
-        return int(np.argmax(needed)), max(needed)
+    def fullest_batch(self, enough: float = np.inf, first: int = 0) -> tuple[int, float]:
+        """The batch that needs most memory, and the bytes of the fullest rank; batch `first` is looked at first, and
+        none behind one that needs more than `enough`."""
+        fullest, most = first, -np.inf
+        for batch in [first, *(other for other in range(len(self._batches)) if other != first)]:
+            needed = max(self.memory_bytes(batch).values())
+            if needed > most:
+                fullest, most = batch, needed
+            if most > enough:
+                break
+        return fullest, most
 
     def needed_bytes(self, enough: float = np.inf) -> float:
         """Bytes that the fullest rank needs for all batches, and for any one sample alone.

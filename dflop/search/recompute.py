@@ -69,6 +69,7 @@ class JustEnough:
 
     def __init__(self, spec: ModelSpec, trained: TrainedSet, limit_bytes: float) -> None:
         self._spec, self._trained, self._limit_bytes = spec, trained.among(spec.modules), limit_bytes
+        self._last_beyond = 0  # the batch that did not fit the last time: it is likely not to fit again
 
     def of(self, pricer: PlanPricer) -> PlanPricer | None:
         """The pricer of the plan with just enough layers recomputed, and no fewer than it already recomputes.
@@ -77,9 +78,12 @@ class JustEnough:
         """
         for most in self._most(pricer.plan):
             everything = self._recomputing(pricer, most)
-            fullest, needed_bytes = everything.fullest_batch()
-            if max(needed_bytes, everything.alone_bytes()) <= self._limit_bytes:
+            if everything.alone_bytes() > self._limit_bytes:
+                continue
+            fullest, needed_bytes = everything.fullest_batch(self._limit_bytes, self._last_beyond)
+            if needed_bytes <= self._limit_bytes:
                 break
+            self._last_beyond = fullest
         else:
             return None
         counts, batches = {module: self._recomputed(pricer.plan, module, end) for module, end in most.items()}, set()
