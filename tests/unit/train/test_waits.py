@@ -5,13 +5,16 @@ import json
 import math
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import dflop
 from dflop.train.peers import _READS, _WAITS, PeerWatch
+from dflop.train.step_sums import sum_over_ranks
 
 
 @pytest.mark.parametrize(("path", "name"), [waits for waits in _WAITS + _READS if waits[1]])
@@ -19,6 +22,22 @@ def test_a_function_in_which_ranks_wait_exists(path, name):
     (file,) = (file for file in Path(dflop.__file__).parent.rglob("*.py") if str(file).endswith(f"/{path}"))
     functions = [node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
     assert any(function.startswith(name) for function in functions)
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_a_host_that_reads_a_sum_from_its_gpu_waits_for_others(on_gpus, monkeypatch):
+    watch, places = PeerWatch(dist.HashStore(), 0, "llm stage 0", 1, timeout_s=60.0, on_gpus=on_gpus), []
+
+    def look(*_) -> None:
+        other = threading.Thread(target=lambda: places.append(watch._place()))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_reduce", look)  # NCCL's returns at once, and the read behind it waits
+    sum_over_ranks({"loss": 1.0}, [2.0], torch.device("cpu"))
+    assert places == ["waiting in sum_over_ranks" if on_gpus else "in sum_over_ranks of step_sums.py"]
 
 
 class EndedError(Exception): ...
