@@ -268,3 +268,20 @@ def test_a_family_that_cannot_be_built_yet_is_refused_before_anything_is_measure
     spec = load_model_spec(ModelConfig(family=made_up))
     with pytest.raises(UserError, match="which cannot be measured or trained yet"):
         make_bench(spec, tokenizer, "llm")
+
+
+def test_a_point_for_which_the_allocator_has_no_room_ends_its_share_and_not_the_profile(benches, monkeypatch):
+    bench, tried = benches["vision"], []
+
+    def once(point) -> None:
+        tried.append(point)
+        if len(tried) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "_measured", ["first", "second", "third"])
+    monkeypatch.setattr(bench, "_once", once)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 115)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100)
+    assert bench._reserved_share() == pytest.approx(0.15)
+    assert tried == ["first", "second"]
