@@ -18,6 +18,8 @@ __all__ = ["cli", "main"]
 
 # Libraries map so much when they are loaded; some of them end the process where they cannot.
 _LEAST_ADDRESSES = 2 << 30
+# What the system's loader says where it finds no room for a library.
+_NO_ADDRESSES = ("map segment", "allocate memory")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -49,8 +51,10 @@ def main() -> None:
     _open_standard_files()
     try:
         cli(standalone_mode=False)
-    except (MemoryError, ImportError):
-        if (limit := _address_limit()) is None:
+    except (MemoryError, ImportError) as error:
+        limit = _address_limit()
+        is_memory = isinstance(error, MemoryError) or any(said in str(error) for said in _NO_ADDRESSES)
+        if limit is None or not is_memory:
             raise
         click.echo(f"dflop: {_too_little(limit)}", err=True)
         sys.exit(2)

@@ -1,7 +1,7 @@
 """Search: the space of plans, lower bounds, the price of a plan on regrouped batches, and the search itself."""
 
 from dflop.search.baseline import TODAY, Baseline, read_baselines
-from dflop.search.best_first import FINALISTS_WITHIN, SearchResult, search_plans
+from dflop.search.best_first import FINALISTS_PERCENT, SearchResult, search_plans
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.epoch import Epoch, hour_of, price_note
 from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
@@ -12,7 +12,7 @@ from dflop.search.space import enumerate_space, plan_of
 from dflop.search.too_large_samples import BeyondDevice, beyond_device, leave_out_what_no_plan_holds
 
 __all__ = [
-    "FINALISTS_WITHIN",
+    "FINALISTS_PERCENT",
     "TODAY",
     "Baseline",
     "BeyondDevice",

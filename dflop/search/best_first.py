@@ -37,14 +37,14 @@ from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 from dflop.shapes import SampleShapes
 
-__all__ = ["FINALISTS_WITHIN", "NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
+__all__ = ["FINALISTS_PERCENT", "NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
 
 # The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
 # `_FEW_PLANS`, where that takes no time. All find the plans among which `final_choice` chooses: at most
-# `NUM_FINALISTS`, with prices of at most `FINALISTS_WITHIN` times that of the fastest. Schedules are up to 8 % shorter
+# `NUM_FINALISTS`, with prices at most `FINALISTS_PERCENT` above that of the fastest. Schedules are up to 8 % shorter
 # than prices, but not of all plans alike (`tests/benchmarks/regret.py`).
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
-NUM_FINALISTS, FINALISTS_WITHIN = 12, 1.03
+NUM_FINALISTS, FINALISTS_PERCENT = 12, 3
 # To tell the gain of more memory: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER` of
 # them priced. In small spaces `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
@@ -221,7 +221,7 @@ class _Search:
         return self._fastest[number - 1] if len(self._fastest) >= number else np.inf
 
     def _slowest_finalist_s(self) -> float:
-        return min(self._slowest_of(NUM_FINALISTS), FINALISTS_WITHIN * self._fastest[0])
+        return min(self._slowest_of(NUM_FINALISTS), (1 + FINALISTS_PERCENT / 100) * self._fastest[0])
 
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:

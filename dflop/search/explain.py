@@ -9,7 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel, launch_bound_load
 from dflop.models.loads import main_load
 from dflop.search.baseline import TODAY, Baseline
-from dflop.search.best_first import FINALISTS_WITHIN, SearchResult, more_than
+from dflop.search.best_first import FINALISTS_PERCENT, SearchResult, more_than
 from dflop.search.candidate import Candidate
 from dflop.search.loader_processes import LoadingNeed
 from dflop.search.too_large_samples import BeyondDevice
@@ -17,7 +17,6 @@ from dflop.search.too_large_samples import BeyondDevice
 __all__ = ["candidates_frame", "describe_choice", "explain_choice", "faster_baselines_note", "uneven_note"]
 
 _NUM_SHOWN = 10
-_CLOSE = f"{100 * (FINALISTS_WITHIN - 1):.0f} %"
 # A baseline counts as faster where its step time is below this share of the chosen plan's.
 _WORTH_A_WORD = 0.995
 
@@ -152,7 +151,7 @@ def _why(result: SearchResult, config: Config) -> str:
     busiest = ", ".join(f"{module} {seconds:.3g} s" for module, seconds in best.busy_s.items())
     others = [candidate for candidate in result.candidates if candidate is not best]
     is_shortest = not others or best.step_s <= others[0].step_s
-    opening = "Shortest" if is_shortest else f"Within {_CLOSE} of the shortest"
+    opening = "Shortest" if is_shortest else f"Within {FINALISTS_PERCENT} % of the shortest"
     why = (
         f"{opening} expected step of {result.num_plans} plans; bound by {_bound_by(best, config)} "
         f"(busiest rank: {busiest})."
@@ -168,7 +167,7 @@ def _why(result: SearchResult, config: Config) -> str:
 
 
 def _of_finalists(result: SearchResult) -> str:
-    return f"Of {result.num_finalists} plans within {_CLOSE} it is the fastest once batches are scheduled"
+    return f"Of {result.num_finalists} plans within {FINALISTS_PERCENT} % it is the fastest once batches are scheduled"
 
 
 def _bound_by(candidate: Candidate, config: Config) -> str:

@@ -17,13 +17,13 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
-from dflop.search.best_first import FINALISTS_WITHIN, NUM_FINALISTS, SearchResult
+from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
 from dflop.search.candidate import Candidate, pricer_of
 from dflop.shapes import SampleShapes
 
 __all__ = ["with_finalists_scheduled"]
 
-# Batches differ more in which plan they take least time on than plans differ in their means.
+# One batch may favour a plan that is slower on the mean of others, by more than finalists differ.
 _NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
@@ -38,8 +38,12 @@ def with_finalists_scheduled(
     """
     if config.train.global_batch_size > _MOST_SAMPLES:
         return found
-    close = [plan for plan in found.candidates if plan.step_s <= FINALISTS_WITHIN * found.best.step_s][:NUM_FINALISTS]
-    finalists = list({_of_llm(candidate.plan): candidate for candidate in reversed(close)}.values())[::-1]
+    most_s = (1 + FINALISTS_PERCENT / 100) * found.best.step_s
+    by_llm: dict[Hashable, Candidate] = {}
+    for candidate in found.candidates[:NUM_FINALISTS]:
+        if candidate.step_s <= most_s:
+            by_llm.setdefault(_of_llm(candidate.plan), candidate)
+    finalists = list(by_llm.values())
     if len(finalists) < 2:
         return found
     scheduled_s = [_scheduled_s(plan, config, spec, costs, samples) for plan in finalists]
@@ -48,7 +52,7 @@ def with_finalists_scheduled(
     return replace(found, chosen=finalists[int(np.argmin(scheduled_s))], num_finalists=len(finalists))
 
 
-def _of_llm(plan: Plan) -> tuple[Hashable, ...]:
+def _of_llm(plan: Plan) -> Hashable:
     """How a plan trains the LLM."""
     return plan.placement, plan.schedule, plan.num_chunks, plan.num_microbatches, plan.grid("llm")
 

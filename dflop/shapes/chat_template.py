@@ -175,7 +175,7 @@ class ChatTemplate:
         try:
             mark = _unused_marks([message.text for message in messages])[0]
             pieces = self._run(messages, steps, turn=mark).split(mark)
-            first = len(messages) - (len(pieces) - 2)  # the one that the loop begins with
+            first = len(messages) - (len(pieces) - 2)  # the number of the turn that the loop begins with
             answers = [
                 index
                 for index in range(max(first, self._by_turn.min_turns), len(messages))

@@ -1,9 +1,9 @@
 """Templates that write turn by turn: one rendering tells where each turn begins.
 
-Such a template has one loop over the turns. Its rounds do not see later turns, how many there are, or whether a prompt
-follows, and what stands behind the loop is the same for any turns. So what it writes of the first turns is the
-beginning of what it writes of all, and then the text behind the loop. The code is judged, not its renderings: a
-template of another form is none, whatever it writes.
+Such a template has one loop over the turns. A round of the loop does not see later turns, their number, or whether a
+prompt follows; the text behind the loop is the same for all conversations. So a rendering of the first three of five
+turns is what all five turns' rendering has for these three, and then the text behind the loop. The code is judged, not
+its renderings: a template whose code has another form does not count, whatever it writes.
 """
 
 from collections.abc import Iterable, Iterator

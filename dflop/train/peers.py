@@ -139,8 +139,8 @@ class PeerWatch(threading.Thread):
                 return
             with contextlib.suppress(OSError):
                 print(
-                    f"dflop: rank {self._rank} ({self._about['carried']}) ends, as it has lost the first node; what "
-                    "ended that stands there",
+                    f"dflop: rank {self._rank} ({self._about['carried']}) ends, as the ranks' store, which the first "
+                    "node keeps, is gone; see what that node says",
                     file=sys.stderr,
                     flush=True,
                 )

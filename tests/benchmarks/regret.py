@@ -2,11 +2,11 @@
 
     python tests/benchmarks/regret.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary pictures]
 
-For each mix, the plans that the search prices within `WITHIN` of its fastest are scheduled on the same two batches. The
-regret is the chosen plan's step over the shortest of them. Also printed: how much shorter than its price each plan is
-scheduled, i.e. whether prices order plans as schedules do. FOLDER and the costs are `planner.py`'s; costs take most of
-the time, so `--artifacts` keeps them for the next run. `results/benchmarks/regret.json` has every plan. All steps are
-predicted.
+For each mix, the plans that the search prices within `--within` of its fastest are scheduled on the same two batches.
+The regret is the chosen plan's step over the shortest of them. Also printed: how much shorter than its price each plan
+is scheduled, i.e. whether prices order plans as schedules do. FOLDER and the costs are `planner.py`'s; costs take most
+of the time, so `--artifacts` keeps them for the next run. `results/benchmarks/regret.json` has every plan. All steps
+are predicted.
 """
 
 import argparse
@@ -38,8 +38,6 @@ MIXES = {
     "videos": {"video": 1.0},
 }
 BATCH_SIZES = {8: 64, 64: 512}
-# Plans are looked at up to this multiple of the least price, and at most so many of them.
-WITHIN, MOST_PLANS = 1.06, 24
 NUM_BATCHES, TIMES_TRIALS = 2, 20
 
 
@@ -49,6 +47,8 @@ def main() -> None:
     parser.add_argument("--only", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--devices", type=int, nargs="+", choices=BATCH_SIZES, default=list(BATCH_SIZES))
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--within", type=float, default=1.06, help="the most of a plan's price over the least one")
+    parser.add_argument("--most", type=int, default=24, help="the most plans that are scheduled")
     parser.add_argument("--artifacts", type=Path, help="a folder to keep costs in")
     arguments = parser.parse_args()
     planner.FAMILIES |= MODELS
@@ -65,27 +65,30 @@ def main() -> None:
                 planner.write_mix(arguments.shapes, folder, preset)
                 for num_devices in arguments.devices:
                     found.append({"model": preset, "mix": mix, "devices": num_devices})
-                    found[-1] |= regret(*planner.read_inputs(folder, preset, num_devices, BATCH_SIZES[num_devices]))
+                    inputs = planner.read_inputs(folder, preset, num_devices, BATCH_SIZES[num_devices])
+                    found[-1] |= regret(*inputs, within=arguments.within, most_plans=arguments.most)
                     print_row(found[-1])
     out = planner.REPOSITORY / "results/benchmarks/regret.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def regret(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> dict[str, object]:
+def regret(
+    config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, within: float, most_plans: int
+) -> dict[str, object]:
     """The chosen plan and the others, each with its price, its schedules as in training and with more trials."""
     samples, _ = leave_out_what_no_plan_holds(config, spec, costs, samples)
     started = time.process_time()
     found = search_plans(config, spec, costs, samples)
     found = with_finalists_scheduled(found, config, spec, costs, samples)
     search_s = time.process_time() - started
-    few, best_first._NUM_COMPARED = best_first._NUM_COMPARED, MOST_PLANS
+    few, best_first._NUM_COMPARED = best_first._NUM_COMPARED, most_plans
     others = search_plans(config, spec, costs, samples, compares=True).candidates
     best_first._NUM_COMPARED = few
     rows = []
-    most_s = WITHIN * found.candidates[0].step_s
+    most_s = within * found.candidates[0].step_s
     plans = {str(plan.plan): plan for plan in [found.best, *(plan for plan in others if plan.step_s <= most_s)]}
-    for candidate in list(plans.values())[:MOST_PLANS]:
+    for candidate in list(plans.values())[:most_plans]:
         usual_s, long_s = (
             scheduled_s(candidate.plan, config, spec, costs, samples, times) for times in (1, TIMES_TRIALS)
         )

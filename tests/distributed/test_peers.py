@@ -149,9 +149,9 @@ def test_a_rank_ends_soon_after_the_first_node(tmp_path):
         rank.start()
         rank.join()
         assert rank.exitcode == 1
-        assert "dflop: rank 0 (llm stage 0 replica 0) ends, as it has lost the first node" in (
-            tmp_path / "log"
-        ).read_text(errors="replace")
+        assert "dflop: rank 0 (llm stage 0 replica 0) ends, as the ranks' store" in (tmp_path / "log").read_text(
+            errors="replace"
+        )
     finally:
         for process in (first_node, rank):
             process.kill()

@@ -95,6 +95,16 @@ def test_a_module_that_memory_is_too_small_for_is_one_line(monkeypatch, capsys):
         main()
 
 
+def test_a_package_that_is_missing_is_not_said_to_lack_memory(monkeypatch):
+    def load() -> None:
+        raise ModuleNotFoundError("No module named 'peft'")
+
+    monkeypatch.setattr("dflop.cli.cli", lambda **_: load())
+    monkeypatch.setattr("dflop.cli._address_limit", lambda: 100 << 30)
+    with pytest.raises(ModuleNotFoundError, match="peft"):
+        main()
+
+
 def test_a_command_works_where_standard_files_are_closed(schedule, tmp_path):
     _has_worked(schedule(before=lambda: os.closerange(0, 3)), tmp_path)
 

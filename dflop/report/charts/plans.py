@@ -6,7 +6,7 @@ from dflop.plan import PLAIN_SHARDING, Plan
 from dflop.report.facts import Facts
 from dflop.report.picture import Panel, Picture, as_given, hover, kind, layer, log_axis, names, number, rows
 from dflop.report.style import colour, format_seconds, module_colour
-from dflop.search import FINALISTS_WITHIN
+from dflop.search import FINALISTS_PERCENT
 
 __all__ = ["best_plans", "draw", "draw_plans", "is_plan", "modules_of", "plan_labels", "plans_finding"]
 
@@ -187,9 +187,8 @@ def plans_finding(candidates: pl.DataFrame, chosen: Plan) -> str:
 
 def _why_not_first(faster: pl.DataFrame, chosen_s: float) -> str:
     """Why the chosen plan is not the first in the list; `faster` are the plans before it."""
-    if chosen_s <= FINALISTS_WITHIN * faster["step_s"].min():
-        close = f"{100 * (FINALISTS_WITHIN - 1):.0f} %"
-        return f"; of the plans priced within {close} of that, it takes least once batches are scheduled"
+    if chosen_s <= (1 + FINALISTS_PERCENT / 100) * faster["step_s"].min():
+        return f"; of the plans priced within {FINALISTS_PERCENT} % of that, it takes least once batches are scheduled"
     return ""
 
 
