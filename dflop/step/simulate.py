@@ -162,43 +162,28 @@ def _run(
     forward_s = times.forward_s.reshape(shape)
     bridges = times.bridges
     batch = np.zeros_like(bridges.microbatch) if bridges.batch is None else bridges.batch
-    return _walk_batches(
-        plan.items,
-        plan.order if carried else np.empty_like(plan.order, shape=(0, 4)),
-        plan.last_backwards,
-        plan.stages,
-        plan.num_workers,
-        plan.num_encoders,
+    of_plan = plan.last_backwards, plan.stages, plan.num_workers, plan.num_encoders
+    of_batches = (
         forward_s,
         times.backward_s.reshape(shape),
         times.chain_s.reshape(shape),
         (batch, bridges.microbatch, bridges.source, bridges.target, bridges.seconds),
         sync_parts(plan, times.sync_s, times.early_sync_s, times.late_sync_s),
-        start_s,
-        end_s,
     )
+    # Two kernels, as machines without GPUs need not compile the second.
+    if carried:
+        return _carry_batch(plan.order, of_plan, of_batches, start_s, end_s)
+    return _walk_batches(plan.items, of_plan, of_batches, start_s, end_s)
 
 
 @kernel
-def _walk_batches(
-    items,
-    order,
-    last_backwards,
-    stages,
-    num_workers,
-    num_encoders,
-    forward_s,
-    backward_s,
-    chain_s,
-    bridges,
-    syncs,
-    start_s,
-    end_s,
-):
-    """The results of `_run`. `syncs` are `SyncParts`; with an `order`, messages are carried in it.
+def _walk_batches(items, of_plan, of_batches, start_s, end_s):
+    """The results of `_run`.
 
     `end_s` and `start_s` are those of `walk` for the last batch; they need not be cleared between batches, since `walk`
     reads only ends that it has written."""
+    last_backwards, stages, num_workers, num_encoders = of_plan
+    forward_s, backward_s, chain_s, bridges, syncs = of_batches
     num_batches, num_nodes, num_microbatches = forward_s.shape
     starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
     num_lists = num_microbatches * num_encoders * stages[:, PARTS].max()
@@ -210,13 +195,27 @@ def _walk_batches(
             _put_in_cells(stages[stage], own_s, seconds, ways_s)
         own = starts[batch * num_lists : (batch + 1) * num_lists + 1]
         messages = Messages(own[:-1], own[1:] - own[:-1], source, target, message_s)
-        if len(order):
-            carry(order, stages, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
-        else:
-            walk(items, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
+        walk(items, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
         add_syncs((last_backwards, stages, num_microbatches), seconds, end_s, clocks, syncs, synced_s)
         step_s[batch] = synced_s.max()
     return step_s, clocks, synced_s
+
+
+@kernel
+def _carry_batch(order, of_plan, of_batches, start_s, end_s):
+    """The results of `_run` for one batch whose messages are carried in this order."""
+    last_backwards, stages, num_workers, num_encoders = of_plan
+    forward_s, backward_s, chain_s, bridges, syncs = of_batches
+    num_batches, num_nodes, num_microbatches = forward_s.shape
+    starts, source, target, message_s = _in_lists(num_batches, num_microbatches, num_encoders, stages, bridges)
+    messages = Messages(starts[:-1], starts[1:] - starts[:-1], source, target, message_s)
+    seconds, ways_s = np.empty((2, num_nodes * num_microbatches)), np.empty(num_nodes * num_microbatches)
+    for stage in range(len(stages)):
+        _put_in_cells(stages[stage], (forward_s[0], backward_s[0], chain_s[0]), seconds, ways_s)
+    clocks, synced_s = np.empty(num_workers), np.empty(num_workers)
+    carry(order, stages, seconds, ways_s, messages, syncs, clocks, end_s, start_s)
+    add_syncs((last_backwards, stages, num_microbatches), seconds, end_s, clocks, syncs, synced_s)
+    return np.full(1, synced_s.max()), clocks, synced_s
 
 
 @kernel
