@@ -167,7 +167,10 @@ def _why(result: SearchResult, config: Config) -> str:
 
 
 def _of_finalists(result: SearchResult) -> str:
-    return f"Of {result.num_finalists} plans within {FINALISTS_PERCENT} % it is the fastest once batches are scheduled"
+    return (
+        f"Of {result.num_finalists} plans within {FINALISTS_PERCENT} % that train the LLM in different ways, it is the "
+        "fastest once batches are scheduled"
+    )
 
 
 def _bound_by(candidate: Candidate, config: Config) -> str:
