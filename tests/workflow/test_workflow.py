@@ -113,9 +113,9 @@ def test_the_plan_is_the_best_of_the_candidates(finished):
     ]
     assert candidates["step_s"].is_sorted()
     chosen = yaml.safe_load((folder / "plan.yaml").read_text())
-    # Of plans within a percent, the one whose batches take least once they are scheduled.
+    # Of plans within three percent, the one whose batches take least once they are scheduled.
     (place,) = np.flatnonzero(np.isclose(candidates["step_s"], chosen["predicted"]["step_s"], rtol=1e-5))[:1]
-    assert candidates["step_s"][int(place)] <= 1.01 * candidates["step_s"][0]
+    assert candidates["step_s"][int(place)] <= 1.03 * candidates["step_s"][0]
     assert chosen["plan"]["num_microbatches"] == candidates["num_microbatches"][int(place)] == 4
     others = {own["name"]: own["would_take"] for own in chosen["baselines"]}
     assert len(others) == 5
