@@ -22,7 +22,7 @@ from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.costs.meter import Meter, Work
 from dflop.costs.parameter_sizes import parameter_sizes
 from dflop.models import ModelSpec, load_runtime
-from dflop.models.compilation import replace_forwards
+from dflop.models.compilation import RECOMPUTES_POINTWISE, replace_forwards
 from dflop.models.loads import main_load
 from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
@@ -97,7 +97,7 @@ class CountedStage:
         compute_in(self.stage, dtype)
         self._fuser = Fuser()
         if is_compiled:
-            replace_forwards(self.stage, self._fuser)
+            replace_forwards(self.stage, partial(self._fuser, config=RECOMPUTES_POINTWISE), self._fuser)
         self.runs = MadeUpRuns(spec, module, self.stage, dtype)
         self.runs.receive = self._receive
         self._meter: Meter | None = None

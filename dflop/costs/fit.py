@@ -6,8 +6,10 @@ falls as a load grows, and may rise faster where caches are full or kernels no l
 of a head that computes one chunk of logits at a time rise more slowly beyond one chunk. Rows are weighted by 1/seconds,
 so that relative errors count, and weighted down where they are outliers of a noisy machine.
 
-The backward of a recomputed layer takes the time of another layer's backward and forward together. Recomputed layers
-have no fit of their own: the noise between two fits is as large as the time of recomputing one layer.
+The backward of a recomputed layer takes the time of another layer's backward and forward together. Where costs are
+measured, recomputed layers have no fit of their own: the noise between two fits is as large as the time of recomputing
+one layer. Counted costs have no noise, and know that a compiled layer that is recomputed as a whole computes its
+pointwise results once.
 
 Whole stages (`whole`: embedding to loss, at depths between the fitted ones, some with recomputed layers) are kept out
 of every fit. The error of their predictions is `fit_error`.
@@ -119,7 +121,7 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
             )
         keys = [(module, layout, part, checkpointing) for part in PIECES[piece]]
         chunk = at_once.get((module, layout), math.inf) if piece == "last" else math.inf
-        if not checkpointing:
+        if not checkpointing or source == "analytic":
             fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk)
             times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
         if direction == "forward":
@@ -130,7 +132,7 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
             transients |= dict.fromkeys(keys, nothing)
             only = PIECES[piece][-1:]
             transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
-    times |= _recomputing(times)
+    times = _recomputing(times) | times
     for (module, *sizes, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
         "module", *LayoutKey.columns(), "checkpointing"
     ):

@@ -2,30 +2,40 @@
 
 AOTAutograd traces a layer's forward and backward and cuts them apart as torch.compile does, which decides what is kept
 (`min_cut_rematerialization_partition`). In both graphs, the operations between matrix products, attention and
-all-reduces become one kernel wherever they depend on each other.
+all-reduces become one kernel wherever they depend on each other. Training compiles a layer in pieces, before and behind
+its attention, so that what the attention's projections read is kept in any case.
 """
 
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import get_default_op_list
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functional_call
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from dflop.costs.meter import Meter
 
 __all__ = ["Fuser"]
 
+_DEFAULT = MappingProxyType({})
+
 
 class Fuser:
-    """A compiler for `replace_forwards`, whose kernels `meter` counts. Layers of one shape are traced once."""
+    """A compiler for `replace_forwards`, whose kernels `meter` counts. Layers of one shape are traced once.
+
+    `config` is what of functorch's config differs from the default (`models.compilation`).
+    """
 
     def __init__(self) -> None:
         self.meter: Meter | None = None
@@ -35,7 +45,9 @@ class Fuser:
     def num_traced(self) -> int:
         return len(self._traced)
 
-    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(
+        self, forward: Callable[..., Any], config: Mapping[str, bool] = MappingProxyType({})
+    ) -> Callable[..., Any]:
         layer = forward.__self__
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +55,7 @@ class Fuser:
             tensors = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
             weights = dict(layer.named_parameters())
             both = [*weights.values(), *tensors.values()]
-            key = (type(layer), form, *((tensor.shape, tensor.requires_grad) for tensor in both))
+            key = (type(layer), *config, form, *((tensor.shape, tensor.requires_grad) for tensor in both))
             if key not in self._traced:
 
                 def called(*flat: torch.Tensor) -> Any:
@@ -57,10 +69,10 @@ class Fuser:
                     called,
                     self._compile,
                     self._compile,
-                    partition_fn=min_cut_rematerialization_partition,
+                    partition_fn=_partition,
                     decompositions=select_decomp_table(),
                 )
-            with _Forward(layer, forward):
+            with _Forward(layer, forward), functorch_config.patch(dict(config)):
                 return self._traced[key](*both)
 
         return run
@@ -77,6 +89,30 @@ class Fuser:
 
         run._boxed_call = True
         return run
+
+
+def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    attention = next((node for node in joint.graph.nodes if "attn" in str(node.target)), None)
+    if attention is not None:
+        kept = [attention, *attention.users]
+        for node in _ahead_of(attention):
+            if getattr(node.target, "overloadpacket", None) in flop_registry:
+                kept += node.all_input_nodes
+        for node in kept:
+            while get_default_op_list().is_view(node):
+                node = node.all_input_nodes[0]
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _ahead_of(node: fx.Node) -> set[fx.Node]:
+    """The nodes that a node depends on."""
+    found, waiting = set(), [node]
+    while waiting:
+        given = set(waiting.pop().all_input_nodes) - found
+        found |= given
+        waiting += given
+    return found
 
 
 class _Fusible(OperatorSupportBase):

@@ -3,6 +3,11 @@
 Each layer is compiled by itself, for any number of tokens. Packed attention is not compiled: a layer becomes one
 compiled piece before it and one after it. Hooks that gather a layer's parameters, and activation checkpointing, stay
 outside the compiled code.
+
+Between forward and backward, a compiled layer keeps the results of matrix products and attention alone. Pointwise ones
+(norms, activations) are computed again in backward, inside the kernels that read them: that frees a third of what torch
+would keep, for 1 % of the layer's time. A layer that is recomputed as a whole has them at hand, and keeps what torch
+keeps.
 """
 
 import importlib.util
@@ -13,7 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo import lookup_backend
+from torch._functorch import config as functorch_config
 from transformers import AttentionInterface
 
 from dflop.base.artifacts import temporary_folder
@@ -22,11 +29,18 @@ from dflop.models.attention import PACKED, packed_attention
 from dflop.models.compile_log import keep_log, why_not_compiled
 from dflop.models.stages import Stage
 
-__all__ = ["compile_layers", "compiles_layers", "replace_forwards"]
+__all__ = ["RECOMPUTES_POINTWISE", "compile_layers", "compiles_layers", "recomputing_pointwise", "replace_forwards"]
 
 # All layers of a kind share graphs, but there are some for each of: training and evaluation, recomputed or not, frozen
 # or not, one position or many. Five of these modes make 22, and torch gives up at 8 by default.
 _MOST_GRAPHS = 64
+# For torch's partitioner: results of pointwise operations may be computed again in backward, whoever reads them there.
+RECOMPUTES_POINTWISE = {
+    f"ban_recompute_{which}": False for which in ("materialized_backward", "used_far_apart", "long_fusible_chains")
+}
+
+_Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None]:
@@ -43,38 +57,55 @@ def compiles_layers(wanted: str, device: torch.device) -> tuple[bool, str | None
     return True, None
 
 
-def compile_layers(stage: Stage) -> None:
+def compile_layers(stage: Stage, backend: str | _Backend = "inductor") -> None:
     """Have a stage's layers compiled, each when it first runs. A layer that cannot be compiled stays eager."""
     torch._dynamo.config.suppress_errors = True
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     keep_log()
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
-    replace_forwards(stage, partial(torch.compile, dynamic=True))
+    replace_forwards(
+        stage,
+        partial(torch.compile, dynamic=True, backend=recomputing_pointwise(backend)),
+        partial(torch.compile, dynamic=True, backend=backend),
+    )
 
 
-def replace_forwards(stage: Stage, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `compiler(forward)` in the place of the bound method `forward` of each layer of a stage."""
+def recomputing_pointwise(backend: str | _Backend) -> _Backend:
+    """The backend of torch.compile with graphs that compute pointwise results again in backward."""
+    compile_graph = lookup_backend(backend)
+
+    def compile_recomputing(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with functorch_config.patch(RECOMPUTES_POINTWISE):
+            return compile_graph(graph, inputs)
+
+    return compile_recomputing
+
+
+def replace_forwards(stage: Stage, compiler: _Compiler, of_recomputed: _Compiler | None = None) -> None:
+    """Put `compiler(forward)` in the place of the bound method `forward` of each layer of a stage; where the layer is
+    recomputed as a whole, `of_recomputed(forward)`."""
     for name in stage.layer_names:
         layer = stage.hf.get_submodule(name)
-        layer.forward = _compiled_forward(layer, compiler)
+        layer.forward = _compiled_forward(layer, compiler, of_recomputed or compiler)
 
 
-def _compiled_forward(
-    layer: nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
+def _compiled_forward(layer: nn.Module, compiler: _Compiler, of_recomputed: _Compiler) -> Callable[..., Any]:
     """The layer's forward, compiled inside activation checkpointing."""
     forward, checkpoints_outside = type(layer).forward, True
     # transformers wraps the forward of each class of layers, and each class that torch derives from it, once more.
     while forward.__code__.co_name == "forward_with_checkpointing":
         forward, checkpoints_outside = forward.__wrapped__, False
-    of_layer = compiler(forward.__get__(layer))
+    kept, recomputed = compiler(forward.__get__(layer)), of_recomputed(forward.__get__(layer))
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         with _wide_gradients_aside(layer):
-            return of_layer(*args, **kwargs)
+            return (recomputed if is_recomputed() else kept)(*args, **kwargs)
+
+    def is_recomputed() -> bool:
+        return layer.gradient_checkpointing and layer.training
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if checkpoints_outside or not (layer.gradient_checkpointing and layer.training):
+        if checkpoints_outside or not is_recomputed():
             return compiled(*args, **kwargs)
         return layer._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
 

@@ -25,6 +25,8 @@ from dflop.plan.trained import TrainedSet
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NUM_LAYERS = 2
+# A backend for tests of what torch.compile traces, and not of what a compiler makes of it.
+TRACED = "eager"
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +129,7 @@ def test_layers_of_bf16_with_gradients_in_fp32_are_compiled_whole_but_for_packed
     monkeypatch, tokenizer, family, module
 ):
     # What torch.compile traces is what counts here, and not what its compiler makes of it.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("dflop.costs.measure.compile_layers", partial(compile_layers, backend=TRACED))
     own = family_of(family)
     spec, is_llm = own.make_spec("tiny", deepcopy(own.presets["tiny"]), {}), module == "llm"
     bench = Bench(
@@ -175,13 +177,12 @@ def test_a_compiler_that_fails_is_found_out_before_layers_run(monkeypatch):
     assert re.fullmatch(r"`train.compile` is 'on', and torch.compile fails \(\w+: .+\): layers stay eager", why_not)
 
 
-def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_counted_with_the_reason(monkeypatch):
+def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_counted_with_the_reason():
     def no_backend(graph, inputs):
         raise MemoryError("no room for a kernel")
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=no_backend))
     eager, compiled = build("llm"), build("llm")
-    compile_layers(compiled)
+    compile_layers(compiled, no_backend)
     before = compiled_so_far().num_fallbacks
     for theirs, ours in zip(passed(eager, [9]), passed(compiled, [9]), strict=True):
         assert torch.equal(theirs, ours)
@@ -204,11 +205,9 @@ def all_modes(stage: LlmStage) -> None:
                     output.backward()
 
 
-def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_counted(monkeypatch):
-    # What torch.compile traces is what counts here, and not what its compiler makes of it.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_counted():
     stage = build("llm", num_layers=9)  # more than a function's graphs may be
-    compile_layers(stage)
+    compile_layers(stage, TRACED)
     before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
     all_modes(stage)
     assert compiled_so_far().num_eager == before
@@ -216,7 +215,7 @@ def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_co
     assert compiled_so_far().seconds > 0.0
     torch._dynamo.reset()
     stage = build("llm", num_layers=3)
-    compile_layers(stage)
+    compile_layers(stage, TRACED)
     with torch._dynamo.config.patch(recompile_limit=2):
         all_modes(stage)
     assert compiled_so_far().num_limits > 0
@@ -247,7 +246,7 @@ def test_a_run_of_any_family_needs_a_quarter_of_the_graphs_that_it_may_have(
     monkeypatch, tokenizer, family, module, is_recomputed, is_frozen
 ):
     """A run trains and evaluates in one of four modes, and a process may see all of them."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("dflop.costs.measure.compile_layers", partial(compile_layers, backend=TRACED))
     own, num_layers = family_of(family), 4
     spec = own.make_spec("tiny", deepcopy(own.presets["tiny"]), {})
     about = {"placeholder_ids": tokenizer.placeholder_ids, "vocab_size": tokenizer.vocab_size(), "device": CPU}
