@@ -68,16 +68,17 @@ _WRITTEN = {"out": "plan.yaml", "candidates": "candidates.parquet"}
 def emit_option(function: Callable) -> Callable:
     """Add `--emit` to a command. Its choices are the names of files, so that `dflop --help` need not load these."""
     names = [file.name for file in pkgutil.iter_modules([str(Path(__file__).parents[1] / "search" / "emitters")])]
-    return click.option("--emit", type=click.Choice(names), help="Print the plan as flags of this framework, too.")(
-        function
-    )
+    return click.option(
+        "--emit", type=click.Choice(names), help="Print the plan as flags or config of this framework, too."
+    )(function)
 
 
-def print_in_words_of(framework: str, plan: Any, spec: Any, global_batch_size: int) -> None:
-    """Print a plan as flags of a framework (`search.emit`)."""
-    from dflop.search.emit import FRAMEWORKS, emit
+def print_in_words_of(framework: str, found: Any, baselines: Any, spec: Any, global_batch_size: int) -> None:
+    """Print the plan that was found as flags or config of a framework (`search.emit`)."""
+    from dflop.search.emit import emitted_text
 
-    click.echo("\n" + emit(framework, plan, spec, global_batch_size).to_text(FRAMEWORKS[framework], plan))
+    others = [*found.candidates, *(baseline.priced for baseline in baselines if baseline.priced)]
+    click.echo("\n" + emitted_text(framework, found.best, others, spec, global_batch_size))
 
 
 def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:

@@ -1,40 +1,27 @@
 """Megatron-LM's flags."""
 
-from collections.abc import Sequence
-
 from dflop.models import ModelSpec
 from dflop.plan import Plan
-from dflop.search.emitted import Emitted, Framework, encoders_beside, joined, recomputed_otherwise
+from dflop.search.emitted import Emitted, Framework, encoders_beside
+from dflop.search.megatron_layout import megatron_layout
 
 __all__ = ["FRAMEWORK"]
+
+_OTHER_NAMES = {"virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank"}
 
 
 def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
+    layout = megatron_layout(plan, spec)
+    sizes = {"micro_batch_size": micro_batch, "global_batch_size": micro_batch * plan.num_buckets}
     emitted = Emitted(
         flags={
-            "--tensor-model-parallel-size": str(llm.tp),
-            "--pipeline-model-parallel-size": str(llm.pp),
-            "--micro-batch-size": str(micro_batch),
-            "--global-batch-size": str(micro_batch * plan.num_buckets),
-        }
+            _OTHER_NAMES.get(name, "--" + name.replace("_", "-")): None if value is True else str(value)
+            for name, value in {**layout.flags, **sizes}.items()
+        },
+        beyond=layout.beyond,
     )
     flags, beyond = emitted.flags, emitted.beyond
-    if llm.tp > 1:
-        flags["--sequence-parallel"] = None
-    layers = [len(part) for part in plan.layers_of("llm", spec.module("llm").num_layers)]
-    if len(set(layers)) > 1:
-        flags["--pipeline-model-parallel-layout"] = _layout(layers, llm.pp)
-        beyond.append(
-            f"layers of each stage: {joined(layers)}, where E is the embedding, t a layer and L the loss; "
-            "a Megatron without `--pipeline-model-parallel-layout` knows "
-            "`--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`"
-        )
-    elif plan.num_chunks > 1:
-        flags["--num-virtual-stages-per-pipeline-rank"] = str(plan.num_chunks)
-    if plan.schedule not in ("1f1b", "interleaved_1f1b"):
-        beyond.append(f"schedule {plan.schedule}: Megatron-LM runs 1F1B, interleaved where there are virtual stages")
-    _recompute_in_flags(emitted, plan.recomputed_of("llm", spec.module("llm").num_layers), layers)
     if llm.gathers:
         # The first demands the others.
         switches = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion", "--untie-embeddings-and-output-weights")
@@ -53,27 +40,6 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         flags |= dict.fromkeys(("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"))
     beyond += encoders_beside(plan, spec, "Megatron-LM's flags know one grid, that of the LLM")
     return emitted
-
-
-def _recompute_in_flags(emitted: Emitted, recomputed: Sequence[int], layers: Sequence[int]) -> None:
-    """Flags for recomputing all layers, or an equal number of first layers in every stage, also in virtual ones."""
-    if not any(recomputed):
-        return
-    emitted.flags["--recompute-granularity"] = "full"
-    if list(recomputed) == list(layers):
-        emitted.flags |= {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
-        return
-    most = max(recomputed)
-    emitted.flags |= {"--recompute-method": "block", "--recompute-num-layers": str(most)}
-    emitted.beyond += recomputed_otherwise("stage", recomputed, [min(most, count) for count in layers])
-
-
-def _layout(layers: list[int], pp: int) -> str:
-    """The value of `--pipeline-model-parallel-layout`: the first chunks of all ranks, then their second ones, …"""
-    stages = ["t" * count if count < 4 else f"t*{count}" for count in layers]
-    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
-    assert len(stages) % pp == 0
-    return "|".join(stages)
 
 
 FRAMEWORK = Framework("Megatron-LM with Megatron Core 0.16", _flags)

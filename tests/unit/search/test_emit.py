@@ -5,6 +5,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import yaml
+from accelerate import ParallelismConfig
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +16,9 @@ from dflop.base import UserError
 from dflop.cli import cli
 from dflop.config import ModelConfig
 from dflop.models import load_model_spec
-from dflop.plan import Grid, Plan
-from dflop.search.emit import FRAMEWORKS, Emitted, emit
+from dflop.plan import SCHEDULES, Grid, Plan
+from dflop.search import Candidate
+from dflop.search.emit import FRAMEWORKS, Emitted, emit, emitted_text
 
 SPEC = load_model_spec(ModelConfig(preset="llava_ov_7b"))  # 26 layers of the encoder, 28 of the LLM
 PIPELINE = Plan(
@@ -65,7 +70,7 @@ def test_uneven_layers_become_module_names_for_torchtitan():
     assert " layers.2 layers.3," in emitted.to_text(FRAMEWORKS["torchtitan"], plan)  # an argument each
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
 @pytest.mark.parametrize(("num_samples", "in_all"), [(512, 504), (504, 504), (3, 56)])
 def test_batches_divide_as_the_frameworks_demand(framework, num_samples, in_all):
     """Megatron-LM asserts so much, torchtitan raises a ValueError."""
@@ -98,7 +103,7 @@ def test_torchtitan_is_told_of_sharing_inside_nodes():
     assert not any("pipeline" in name and value != "1" for name, value in emitted.flags.items())
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
 @pytest.mark.parametrize("plan", [PIPELINE, SHARED, replace(PIPELINE, schedule="gpipe")], ids=str)
 def test_what_cannot_be_said_is_named(framework, plan):
     emitted = emit(framework, plan, SPEC, 512)
@@ -125,8 +130,8 @@ def test_the_text_is_a_shell_command_with_comments():
 def test_the_command_offers_the_frameworks_there_are_and_no_other_is_known():
     option = next(own for own in cli.commands["plan"].params if own.name == "emit")
     assert list(option.type.choices) == list(FRAMEWORKS)
-    with pytest.raises(UserError, match="it must be one of megatron, torchtitan"):
-        emit("deepspeed", SHARED, SPEC, 512)
+    with pytest.raises(UserError, match="it must be one of accelerate, automodel, megatron, "):
+        emit("colossalai", SHARED, SPEC, 512)
 
 
 def recomputing(recomputed: tuple[int, ...], *, layers: tuple[int, ...] = (), pp: int = 4) -> Plan:
@@ -255,7 +260,7 @@ def test_partial_recomputing_in_either_frameworks_flags(plan, megatron, every, o
     assert ["+".join(map(str, flagged)) for _, flagged in said_of_recomputed(emitted)] == [of_ranks] * bool(of_ranks)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
 def test_the_encoders_recomputed_layers_are_named(framework):
     def of_vision(plan: Plan) -> str:
         emitted = emit(framework, plan, SPEC, 512)
@@ -283,3 +288,177 @@ def test_the_encoders_recomputed_layers_are_named(framework):
     assert ", recomputing 26 of its 26 layers, which no flag says" in of_vision(SHARED)
     assert "recomputing" not in of_vision(recomputing((7, 4, 2, 0)))
     assert "recomputing" not in of_vision(PIPELINE)
+
+
+# ---- frameworks that read a config file, and those that share Megatron Core's names ----
+
+WHOLE = replace(SHARED, grids=tuple(replace(grid, sharding="optimizer", shards=None) for grid in SHARED.grids))
+UNEVEN = replace(PIPELINE, grids=(PIPELINE.grids[0], replace(PIPELINE.grid("llm"), layers=(8, 8, 9, 3))))
+CHUNKS = replace(PIPELINE, schedule="interleaved_1f1b", num_chunks=7)
+ONE_MODULE = replace(
+    SHARED,
+    grids=(replace(SHARED.grids[0], recomputed=(0,)), replace(SHARED.grids[1], recomputed=(28,))),
+)
+
+# The fields of the named releases, as far as these keys need them. Each is a path of the release's config classes.
+CORE = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("sequence_parallel", "pipeline_model_parallel_layout"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+}
+DDP = {
+    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp"),
+    "data_parallel_sharding_strategy",
+}
+BATCHES = {"micro_batch_size", "global_batch_size"}
+DOCUMENTED = {
+    "megatron_bridge": {
+        *(f"model.{name}" for name in CORE),
+        *(f"train.{name}" for name in BATCHES),
+        *(f"ddp.{name}" for name in (*DDP, "num_distributed_optimizer_instances")),
+        "checkpoint.ckpt_format",
+    },
+    "ms_swift": {f"--{name}" for name in (*CORE, *DDP, *BATCHES, "vit_gradient_checkpointing")},
+    "automodel": {
+        *("step_scheduler.global_batch_size", "step_scheduler.local_batch_size"),
+        *(f"distributed.{name}" for name in ("strategy", "tp_size", "pp_size", "dp_size", "dp_replicate_size")),
+        *(f"distributed.{name}" for name in ("sequence_parallel", "reshard_after_forward")),
+        *("distributed.activation_checkpointing", "distributed.activation_checkpointing_scope"),
+        *(f"distributed.pipeline.{name}" for name in ("pp_schedule", "pp_microbatch_size", "layers_per_stage")),
+        "distributed.pipeline.module_fqns_per_model_part",
+    },
+    "veomni": {
+        *(f"train.{name}" for name in (*BATCHES, "dyn_bsz", "gradient_checkpointing.enable")),
+        *(f"train.accelerator.{name}" for name in ("dp_replicate_size", "dp_shard_size", "fsdp_config.fsdp_mode")),
+    },
+}
+
+
+@pytest.mark.parametrize("framework", DOCUMENTED)
+@pytest.mark.parametrize("plan", [PIPELINE, SHARED, WHOLE, UNEVEN, CHUNKS, ONE_MODULE], ids=str)
+def test_keys_are_those_of_the_named_release_and_the_text_gives_them_back(framework, plan):
+    about = FRAMEWORKS[framework]
+    if about.refusal(plan):
+        assert framework == "veomni"
+        assert plan.placement == "disjoint"
+        return
+    emitted = emit(framework, plan, SPEC, 512)
+    assert set(emitted.flags) <= DOCUMENTED[framework]
+    text = emitted.to_text(about, plan)
+    if about.is_config:
+        assert flattened(yaml.safe_load(text)) == emitted.flags
+    said = " ".join(emitted.beyond)
+    assert "BalancedBatchSampler" in said
+    assert ("do not divide" in said) == (512 % plan.num_buckets > 0)
+    if plan.placement == "disjoint":
+        assert "(disjoint)" in said
+
+
+def flattened(section: dict, prefix: str = "") -> dict:
+    found = {}
+    for key, value in section.items():
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def test_three_frameworks_on_megatron_core_get_one_layout():
+    plain = emit("megatron", UNEVEN, SPEC, 512).flags
+    bridge = emit("megatron_bridge", UNEVEN, SPEC, 512).flags
+    swift = emit("ms_swift", UNEVEN, SPEC, 512).flags
+    layout = plain["--pipeline-model-parallel-layout"]
+    assert bridge["model.pipeline_model_parallel_layout"] == swift["--pipeline_model_parallel_layout"] == layout
+    assert bridge["model.sequence_parallel"] is True
+    assert swift["--sequence_parallel"] == "true"
+    assert plain["--sequence-parallel"] is None
+    assert emit("megatron_bridge", CHUNKS, SPEC, 512).flags["model.virtual_pipeline_model_parallel_size"] == 7
+    assert swift["--recompute_granularity"] == "none"  # what is left out recomputes each layer's attention there
+
+
+def test_sharing_inside_nodes_is_said_where_there_are_words_for_it():
+    bridge = emit("megatron_bridge", SHARED, SPEC, 512).flags
+    assert bridge["ddp.num_distributed_optimizer_instances"] == 8  # groups of 8 replicas
+    assert emit("automodel", SHARED, SPEC, 512).flags["distributed.dp_replicate_size"] == 8
+    veomni = emit("veomni", SHARED, SPEC, 512).flags
+    assert (veomni["train.accelerator.dp_replicate_size"], veomni["train.accelerator.dp_shard_size"]) == (8, 8)
+    assert any("8 replicas of 64" in sentence for sentence in emit("ms_swift", SHARED, SPEC, 512).beyond)
+
+
+def test_zero_1_is_said_by_accelerate_and_missed_by_the_others():
+    assert emit("accelerate", WHOLE, SPEC, 512).flags["deepspeed_config.zero_stage"] == 1
+    for framework in ("automodel", "veomni"):
+        assert any("ZeRO-1" in sentence for sentence in emit(framework, WHOLE, SPEC, 512).beyond)
+        assert not any("ZeRO-1" in sentence for sentence in emit(framework, SHARED, SPEC, 512).beyond)
+
+
+def test_automodel_recomputes_the_modules_that_the_plan_does():
+    flags = emit("automodel", ONE_MODULE, SPEC, 512).flags
+    assert flags["distributed.activation_checkpointing"] is True
+    assert flags["distributed.activation_checkpointing_scope"] == ["language"]
+    assert "distributed.activation_checkpointing_scope" not in emit("automodel", SHARED, SPEC, 512).flags
+    # VeOmni has one switch for the whole model, and what it does beyond the plan is said.
+    emitted = emit("veomni", ONE_MODULE, SPEC, 512)
+    assert emitted.flags["train.gradient_checkpointing.enable"]
+    assert said_of_recomputed(emitted) == [([0, 28], [26, 28])]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_automodel_names_schedules_as_torch_does(schedule):
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    plan = CHUNKS if schedule == CHUNKS.schedule else replace(PIPELINE, schedule=schedule)
+    assert get_schedule_class(emit("automodel", plan, SPEC, 512).flags["distributed.pipeline.pp_schedule"])
+
+
+def test_automodel_is_told_the_modules_of_uneven_stages():
+    parts = emit("automodel", UNEVEN, SPEC, 512).flags["distributed.pipeline.module_fqns_per_model_part"]
+    counts = [sum(".layers." in module for module in part) for part in parts]
+    assert counts == [8, 8, 9, 3]
+    assert "model.visual" in parts[0]
+    assert parts[-1][-3:-1] == ["model.language_model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize("plan", [SHARED, WHOLE], ids=str)
+def test_accelerate_reads_its_config(plan, tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(emit("accelerate", plan, SPEC, 512).to_text(FRAMEWORKS["accelerate"], plan))
+    config = load_config_from_file(str(file))
+    assert config.num_processes == 64
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert {*config.fsdp_config, *config.deepspeed_config, *(config.parallelism_config or {})} <= known
+    if plan is WHOLE:
+        assert config.distributed_type == "DEEPSPEED"
+        return
+    sizes = {name.removeprefix("parallelism_config_"): size for name, size in config.parallelism_config.items()}
+    assert ParallelismConfig(**sizes).total_size == config.num_processes
+
+
+def priced(plan: Plan, step_s: float) -> Candidate:
+    return Candidate(
+        plan=plan,
+        num_batches=1,
+        steps_s=(step_s,),
+        idle=0.0,
+        memory_bytes={},
+        busy_s={},
+        extrapolated=0.0,
+        mean_load={},
+        bottleneck="llm",
+    )
+
+
+def test_a_plan_that_a_framework_cannot_run_gives_way_to_the_fastest_it_can_and_the_price_is_said():
+    chosen, slow, slower = priced(PIPELINE, 2.0), priced(SHARED, 2.5), priced(WHOLE, 3.0)
+    text = emitted_text("veomni", chosen, [chosen, slower, slow], SPEC, 512)
+    assert "dp_shard_size: 8" in text
+    assert "takes 2.5 s, 25% more than 2 s" in text
+    assert "modules on devices of their own" in text
+    assert "more than 2 s" not in emitted_text("veomni", slow, [chosen], SPEC, 512)
+    with pytest.raises(UserError, match=r"cannot run the plan .* `plan.fixed` can pin"):
+        emitted_text("accelerate", chosen, [chosen], SPEC, 512)
+    with pytest.raises(UserError, match=r"VeOmni .* cannot run"):
+        emit("veomni", PIPELINE, SPEC, 512)
+
+
+def test_automodel_refuses_fewer_microbatches_than_stages():
+    with pytest.raises(UserError, match="at least as many microbatches as stages, 4"):
+        emit("automodel", replace(PIPELINE, num_microbatches=3), SPEC, 512)

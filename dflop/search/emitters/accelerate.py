@@ -1,0 +1,61 @@
+"""Accelerate's config, as `accelerate launch --config_file` takes it: FSDP2, or DeepSpeed's ZeRO-1.
+
+Which of them follows from the plan: ZeRO-1 is what plans mean whose replicas share nothing but the optimiser's state.
+"""
+
+from dflop.models import ModelSpec
+from dflop.plan import Plan
+from dflop.search.emitted import (
+    Emitted,
+    Framework,
+    encoders_beside,
+    recomputed_by_module,
+    recomputed_otherwise,
+    split_or_apart,
+)
+
+__all__ = ["FRAMEWORK"]
+
+
+def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
+    llm = plan.grid("llm")
+    emitted = Emitted(
+        flags={
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "FSDP" if llm.gathers else "DEEPSPEED",
+            "num_processes": plan.world_size,
+        },
+        beyond=[
+            f"batches: `per_device_train_batch_size` {micro_batch} and `gradient_accumulation_steps` "
+            f"{plan.num_microbatches} are arguments of the trainer, not of this file",
+            "nodes: add `num_machines`, and on each of them `machine_rank` and `main_process_ip`",
+        ],
+    )
+    keys, beyond = emitted.flags, emitted.beyond
+    recomputed, layers = recomputed_by_module(plan, spec)
+    if llm.gathers:
+        keys |= {
+            "fsdp_config.fsdp_version": 2,
+            "fsdp_config.fsdp_reshard_after_forward": True,
+            "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_config.fsdp_activation_checkpointing": any(recomputed.values()),
+        }
+        if llm.num_shards != llm.dp:
+            keys |= {
+                "parallelism_config.parallelism_config_dp_replicate_size": llm.dp // llm.num_shards,
+                "parallelism_config.parallelism_config_dp_shard_size": llm.num_shards,
+            }
+    else:
+        keys |= {
+            "deepspeed_config.zero_stage": 1,
+            "deepspeed_config.gradient_accumulation_steps": plan.num_microbatches,
+        }
+        if any(recomputed.values()):
+            beyond.append("recomputed layers: `gradient_checkpointing` is an argument of the trainer, not of this file")
+    if any(recomputed.values()):
+        beyond += recomputed_otherwise("module", list(recomputed.values()), list(layers.values()))
+    beyond += encoders_beside(plan, spec, "Accelerate knows one mesh", recomputing_is_said=True)
+    return emitted
+
+
+FRAMEWORK = Framework("Accelerate 1.15", _keys, is_config=True, refusal=split_or_apart)
