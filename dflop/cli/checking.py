@@ -1,4 +1,4 @@
-"""The commands that check a plan (its predicted memory, the results of its stages), and anybody's packing."""
+"""The commands that check a plan (its predicted memory, the results of its stages), and anybody's packing and logs."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import click
 from dflop.base import UserError
 from dflop.cli.options import FILE, FOLDER, config_option, run_argument
 
-__all__ = ["check_model_command", "check_packing_command", "check_plan_command"]
+__all__ = ["check_model_command", "check_packing_command", "check_plan_command", "verdict_command"]
 
 
 @click.command("check-plan")
@@ -160,3 +160,21 @@ def _transformers_model(folder: Path, attn: str):
         click.echo(f"{folder} has no *.safetensors: the weights are random")
         return auto.from_config(config, attn_implementation=attn)
     return auto.from_pretrained(folder, attn_implementation=attn)
+
+
+@click.command("verdict")
+@click.argument("logs", type=FILE, nargs=-1, required=True)
+@click.option(
+    "--shapes", type=FILE, help="CSV or JSON lines: each step's samples, with `step`, `rank`, `microbatch` and loads."
+)
+@click.option("--padded", is_flag=True, help="Batches are padded to their longest sample.")
+def verdict_command(logs: tuple[Path, ...], shapes: Path | None, padded: bool) -> None:
+    """Say of a run of another trainer, by its log, what shapes explain, what balance would save and what bounds it.
+
+    LOGS are a trace of torch's profiler, torchtitan's structured logs (a file a rank), NeMo AutoModel's training.jsonl,
+    or a table with `step_s` and, where known, `data_s` and loads such as `num_tokens`. Shares have intervals of 90 %.
+    """
+    from dflop.checks.step_logs import read_batches, read_log
+    from dflop.checks.verdict import judge
+
+    click.echo(judge(read_log(logs), read_batches(shapes) if shapes else None, padded=padded))

@@ -18,6 +18,8 @@ import yaml
 from fuzzing import damaged, fuzz
 
 from dflop.base import UserError
+from dflop.checks.step_logs import read_batches, read_log
+from dflop.checks.verdict import judge
 from dflop.cli import main
 from dflop.costs import CostModel
 from dflop.plan import Grid, Plan, load_plan, read_plan_file
@@ -217,3 +219,29 @@ def test_each_command_refuses_a_damaged_file_of_a_run_in_a_line_that_says_what_m
     said = capfd.readouterr().err
     assert ended.value.code == 2
     assert re.fullmatch(rf"dflop: {re.escape(name)}\b[^\n]*`dflop [a-z-]+`[^\n]*\n", said), said
+
+
+def test_damaged_logs_of_other_trainers_are_read_or_refused(tmp_path):
+    span = {"ph": "X", "ts": 1.5, "dur": 900, "name": "ProfilerStep#3", "cat": "user_annotation"}
+    kernel = span | {"name": "nccl", "cat": "kernel", "ts": 2}
+    titan = {"rank": 0, "step": 1, "log_type_name": "step_end", "value": 12.5}
+    tokens = titan | {"log_type_name": "metric_value", "event_name": "local_valid_tokens"}
+    lines = {
+        "titan.jsonl": [titan, tokens, titan | {"rank": 1}, tokens | {"rank": 1}],
+        "training.jsonl": [
+            {"step": step, "tps": 10.0 + step, "num_tokens_per_step": 9 * step + 1} for step in range(25)
+        ],
+        "steps.jsonl": [{"step": step, "rank": 0, "step_s": 1.5, "data_s": 0.1, "num_tokens": 7} for step in range(9)],
+    }
+    good = {name: "\n".join(map(json.dumps, rows)).encode() for name, rows in lines.items()}
+    good |= {
+        "trace.json": json.dumps({"traceEvents": [span, kernel]}).encode(),
+        "steps.csv": b"step,step_s,num_tokens\n" + b"".join(b"%d,1.%d,%d\n" % (n, n, n * n) for n in range(24)),
+    }
+
+    def read(path: Path) -> None:
+        judge(read_log([path]))
+        with contextlib.suppress(UserError):
+            judge(read_log([path]), read_batches(path))
+
+    fuzz(good, read, UserError, tmp_path)

@@ -29,9 +29,9 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "encoders and projectors are frozen unless `--freeze_vit false` and `--freeze_aligner false` are given; "
             "the predicted step is that of `model.freeze` in the config"
         )
-    for module in encoders:
-        if recomputed[module]:
-            beyond += recomputed_otherwise(module, [recomputed[module]], [layers[module]])
+    if any(recomputed[module] for module in encoders):
+        planned, flagged = ([of[module] for module in encoders] for of in (recomputed, layers))
+        beyond += recomputed_otherwise("encoder", planned, flagged)
     if llm.gathers:
         values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
         beyond.append("`--use_megatron_fsdp` demands that `CUDA_DEVICE_MAX_CONNECTIONS` is more than 1")

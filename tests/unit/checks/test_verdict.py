@@ -1,0 +1,239 @@
+"""Verdicts on made logs whose truth is known: what shapes explain, what balance would save, who is waited for."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from dflop.base import UserError
+from dflop.checks.step_logs import read_batches, read_log
+from dflop.checks.verdict import judge
+from dflop.cli import cli
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def made_steps(seed: int, number: int = 200, share: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and seconds of steps; tokens explain `share` of the seconds' variance."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(20_000, 60_000, number).astype(float)
+    seconds = 0.5 + tokens * 1e-5
+    noise = rng.standard_normal(number)
+    return tokens, seconds + noise * seconds.std() * np.sqrt((1 - share) / share)
+
+
+def automodel_log(path: Path, tokens: np.ndarray, seconds: np.ndarray) -> Path:
+    rows = zip(tokens.tolist(), seconds.tolist(), strict=True)
+    return write_lines(
+        path,
+        [{"step": n, "tps": t / s, "num_tokens_per_step": t, "loss": float("nan")} for n, (t, s) in enumerate(rows)],
+    )
+
+
+def test_the_planted_share_of_shapes_lies_in_the_interval(tmp_path):
+    """An interval of 90 % misses the truth in one of ten logs."""
+    hits = 0
+    for seed in range(20):
+        verdict = judge(read_log([automodel_log(tmp_path / "training.jsonl", *made_steps(seed))]))
+        assert verdict.slow_steps == []
+        hits += verdict.explained.low <= 0.7 <= verdict.explained.high
+        assert verdict.explained.high - verdict.explained.low < 0.25
+    assert hits >= 15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shapes_that_explain_nothing_are_not_told_apart_from_nothing(tmp_path, seed):
+    tokens, seconds = made_steps(seed)
+    np.random.default_rng(seed).shuffle(tokens)
+    verdict = judge(read_log([automodel_log(tmp_path / "training.jsonl", tokens, seconds)]))
+    assert verdict.explained.low < 0.02
+    assert "not told apart from nothing" in str(verdict)
+
+
+def test_planted_stalls_are_set_aside_and_leave_the_shapes_share_as_it_is(tmp_path):
+    tokens, seconds = made_steps(3)
+    stalled = [0, 31, 32, 150]
+    seconds[stalled] += 20.0
+    verdict = judge(read_log([automodel_log(tmp_path / "training.jsonl", tokens, seconds)]))
+    assert verdict.slow_steps == stalled
+    assert verdict.slow == pytest.approx(80 / seconds.sum(), rel=0.05)
+    assert verdict.explained.low < 0.7 < verdict.explained.high
+    assert "A stalled loader would be among the steps set aside" in str(verdict)
+    assert verdict.saved is None
+    assert "has no loads of single ranks" in str(verdict)
+
+
+def table_of(path: Path, **columns: np.ndarray) -> Path:
+    pl.DataFrame(columns).write_csv(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [(0.2, "bound by: the loader"), (0.01, "not the loader"), (0.043, "cannot be told for certain")],
+)
+def test_a_planted_wait_for_data_is_found(tmp_path, planted, said):
+    tokens, seconds = made_steps(4)
+    wait = np.random.default_rng(0).exponential(planted * seconds.mean(), len(seconds))
+    verdict = judge(read_log([table_of(tmp_path / "steps.csv", step_s=seconds, data_s=wait, num_tokens=tokens)]))
+    assert said in str(verdict)
+    assert verdict.waiting.low < wait.sum() / seconds.sum() < verdict.waiting.high
+    assert verdict.busy is None
+
+
+def test_too_few_steps_equal_loads_and_steps_that_are_rarely_ordinary_tell_nothing(tmp_path):
+    tokens, seconds = made_steps(5)
+    few = judge(read_log([automodel_log(tmp_path / "few.jsonl", tokens[:10], seconds[:10])]))
+    assert "cannot be told from 10 ordinary steps" in str(few)
+    even = judge(read_log([automodel_log(tmp_path / "even.jsonl", np.full(200, 4096.0), seconds)]))
+    assert "cannot be told: tokens vary by 0.00%" in str(even)
+    bursts = seconds + np.where(np.arange(200) % 3 == 0, np.random.default_rng(0).uniform(10, 50, 200), 0)
+    verdict = judge(read_log([automodel_log(tmp_path / "bursts.jsonl", tokens, bursts)]))
+    assert verdict.explained is None
+    assert "34% of the steps are far beyond" in str(verdict)
+
+
+def pairs_of(seed: int) -> tuple[list[dict], np.ndarray, np.ndarray]:
+    """Samples on two ranks, dealt unevenly, that could be dealt so that both have 1,000 tokens; the slower rank's
+    tokens, and the seconds."""
+    rng = np.random.default_rng(seed)
+    rows, slower = [], []
+    for step in range(150):
+        first, second = rng.integers(1, 1000, 2).tolist()
+        for rank, lengths in ((0, (first, second)), (1, (1000 - first, 1000 - second))):
+            rows += [{"step": step, "rank": f"host{rank}", "llm_tokens": length} for length in lengths]
+        slower.append(max(first + second, 2000 - first - second))
+    slower = np.array(slower)
+    return rows, slower, 0.4 + slower * 1e-3 + 0.02 * rng.standard_normal(150)
+
+
+def test_what_balance_saves_is_that_of_the_planted_ranks(tmp_path):
+    rows, slower, seconds = pairs_of(0)
+    log = read_log([table_of(tmp_path / "steps.csv", step_s=seconds)])
+    assert "cannot be told from this log, which has none" in str(judge(log))
+    verdict = judge(log, read_batches(write_lines(tmp_path / "shapes.jsonl", rows)))
+    truth = ((slower - 1000) * 1e-3).sum() / seconds.sum()
+    assert verdict.saved.low < truth < verdict.saved.high
+    assert verdict.saved.high - verdict.saved.low < 0.1
+    assert verdict.explained.low > 0.9
+
+
+def test_padded_batches_cost_their_longest_sample_on_each_rank(tmp_path):
+    rows, _, _ = pairs_of(1)
+    batches = read_batches(write_lines(tmp_path / "shapes.jsonl", rows))
+    by_step = np.array([row["llm_tokens"] for row in rows]).reshape(-1, 2, 2)
+    padded_s = 0.4 + 2 * by_step.max(axis=2).max(axis=1) * 1e-3
+    log = read_log([table_of(tmp_path / "steps.csv", step_s=padded_s)])
+    assert judge(log, batches, padded=True).explained.value > 0.999
+    assert judge(log, batches).explained.value < 0.9
+
+
+def torchtitan_logs(folder: Path, tokens: np.ndarray, seconds: np.ndarray, fetching: np.ndarray) -> list[Path]:
+    """A file a rank; `tokens` are `[num_steps, num_ranks]`, and each step fetches two batches."""
+    paths = []
+    for rank in range(tokens.shape[1]):
+        rows = []
+        for step, (all_s, fetch_s) in enumerate(zip(seconds.tolist(), fetching.tolist(), strict=True), 1):
+            of = {"rank": rank, "step": step}
+            rows.append(of | {"log_type_name": "step_start"})
+            rows += [of | {"log_type_name": "fetching_batch_end", "value": 500 * fetch_s}] * 2
+            value = float(tokens[step - 1, rank])
+            rows.append(of | {"log_type_name": "metric_value", "event_name": "local_valid_tokens", "value": value})
+            rows.append(of | {"log_type_name": "metric_value", "event_name": "loss", "value": 3.0})
+            rows.append(of | {"log_type_name": "step_end", "value": 1000 * all_s})
+        paths.append(write_lines(folder / f"training.global_rank_{rank}.jsonl", rows))
+    return paths
+
+
+def test_torchtitans_ranks_tell_the_most_that_balance_can_save(tmp_path):
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(1000, 3000, (120, 4))
+    seconds = 0.2 + tokens.max(axis=1) * 1e-3 + 0.01 * rng.standard_normal(120)
+    log = read_log(torchtitan_logs(tmp_path, tokens, seconds, np.full(120, 0.3)))
+    assert log.seconds == pytest.approx(seconds)
+    assert log.data_s == pytest.approx(0.3)
+    verdict = judge(log)
+    truth = ((tokens.max(axis=1) - tokens.mean(axis=1)) * 1e-3).sum() / seconds.sum()
+    assert verdict.saved.low < truth < verdict.saved.high
+    assert "would save at most" in str(verdict)
+    assert "bound by: the loader" in str(verdict)
+
+
+def test_a_trace_tells_the_loader_from_the_device(tmp_path):
+    """Steps of 1,000 µs: the host waits for data from 100 on; the device has work up to 300, and from 600 on."""
+
+    def trace(loader_until: int, idle: tuple[int, int]) -> Path:
+        events = [{"ph": "M", "name": "process_name"}]
+        for step in range(4):
+            at = 1000 * step
+
+            def add(name: str, category: str, first: int, last: int, at: int = at) -> None:
+                events.append({"ph": "X", "name": name, "cat": category, "ts": at + first, "dur": last - first})
+
+            add(f"ProfilerStep#{step + 5}", "user_annotation", 0, 1000)
+            add(f"ProfilerStep#{step + 5}", "gpu_user_annotation", 50, 990)
+            add("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation", 100, loader_until)
+            add("gemm", "kernel", 0, idle[0])
+            add("ncclDevKernel_AllReduce", "kernel", idle[1], 1000)
+            add("gemm", "kernel", idle[1] + 100, 1000)  # beside the other
+        path = tmp_path / "trace.json.gz"
+        path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+        return path
+
+    verdict = judge(read_log([trace(500, (300, 600))]))
+    assert (verdict.waiting.value, verdict.busy.value) == pytest.approx((0.2, 0.7))  # 300 to 500 without work
+    assert "the loader" in str(verdict)
+    assert "cannot be told from this log" in str(verdict)
+    hidden = judge(read_log([trace(290, (300, 600))]))
+    assert hidden.waiting.value == pytest.approx(0)
+    assert "bound by: the host: not the loader" in str(hidden)
+    assert "collectives run for 40%" in str(hidden)
+    assert "bound by: the device" in str(judge(read_log([trace(290, (950, 960))])))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"a": 1}\n{"b"\n{"c": 1}\n', "line 2 is no JSON"),
+        ("step,loss\n1,2.0\n", "of no known format"),
+        ("", "is no table"),
+        ("[1, 2]", "holds no records"),
+        ('{"step_s": 0.0}\n{"step_s": 0.0}\n', "no step has a time above 0"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_a_line(tmp_path, content, said):
+    path = tmp_path / "log"
+    path.write_text(content)
+    with pytest.raises(UserError, match=said) as refused:
+        judge(read_log([path]))
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_last_line_that_was_cut_off_is_left_out_and_shapes_need_steps_and_loads(tmp_path):
+    log = automodel_log(tmp_path / "training.jsonl", *made_steps(1))
+    whole = len(read_log([log]).seconds)
+    log.write_text(log.read_text()[:-20])
+    assert len(read_log([log]).seconds) == whole - 1
+    with pytest.raises(UserError, match="must have `step` and one load or more"):
+        read_batches(write_lines(tmp_path / "shapes.jsonl", [{"step": 1, "words": 5}]))
+    with pytest.raises(UserError, match="does not exist"):
+        read_log([tmp_path / "none"])
+
+
+def test_the_command_prints_the_verdict(tmp_path, capsys):
+    rows, _, seconds = pairs_of(0)
+    random.Random(0).shuffle(rows)  # the order of the samples is not that of the steps
+    shapes = write_lines(tmp_path / "shapes.jsonl", rows)
+    steps = table_of(tmp_path / "steps.csv", step=np.arange(150), step_s=seconds)
+    cli.main(["verdict", str(steps), "--shapes", str(shapes)], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert said.startswith("150 steps of a table of steps, ")
+    assert "dealt by `dflop.BalancedBatchSampler`, would save" in said
