@@ -1,11 +1,13 @@
 # make demo   creates .venv, installs, and runs the whole workflow on the CPU with the demo data
 # make test   creates .venv, installs, and runs the tests but the exhaustive ones
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
+# make test-pythons   the unit tests with Python 3.12 and 3.13, each in an environment of its own; without one it says so
 # make test-torch211   the tests of models with torch 2.11, the oldest that is supported, in an environment of its own
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make test-gpu   checks that one GPU decides, in 30 minutes; without a GPU it says which (docs/how-to/first-hour.md)
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
+# make dist   builds the wheel and the source package into dist/: the same bytes from the same commit
 # make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
 # make lock   writes requirements.lock: the versions of constraints.txt with the hashes of their files
 # make lint   checks the code's and the workflow's form
@@ -21,7 +23,8 @@ OLD := .venv-torch211
 export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-unit test-serial test-all test-torch211 test-slurm test-gpu fuzz screenshots docs lock lint clean
+.PHONY: setup demo test test-unit test-serial test-all test-pythons test-torch211 test-slurm test-gpu fuzz screenshots
+.PHONY: dist docs lock lint clean
 
 setup: $(STAMP)
 
@@ -49,6 +52,14 @@ test-serial: setup
 test-all: test
 	$(PYTEST) -m exhaustive
 	$(MAKE) test-torch211
+	$(MAKE) test-pythons
+
+test-pythons:
+	@for version in 3.12 3.13; do \
+	  if python$$version -c '' 2> /dev/null; then \
+	    $(MAKE) test-unit PYTHON=python$$version VENV=.venv$$version || exit 1; \
+	  else echo "python$$version is not here: nothing was tested with it" >&2; fi; \
+	done
 
 # Where pip knows no build of torch for CPUs alone, it downloads the one with CUDA.
 test-torch211: $(OLD)/.installed
@@ -76,6 +87,12 @@ fuzz: setup
 screenshots: setup
 	python tests/browser.py results/demo/report/index.html results/demo/screenshots
 
+# The time of the commit stands in both, not that of the build.
+dist: setup
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) hatchling build -d dist
+	cd dist && sha256sum *
+
 docs: setup
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
 
@@ -95,4 +112,4 @@ lint: setup
 	snakemake --lint
 
 clean:
-	rm -rf $(VENV) $(OLD) .snakemake docs/_build docs/generated results/demo results/demo-data
+	rm -rf $(VENV) $(OLD) .venv3.12 .venv3.13 .snakemake docs/_build docs/generated results/demo results/demo-data

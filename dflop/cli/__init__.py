@@ -32,8 +32,9 @@ def cli() -> None:
     hand. The workflow does not need the others: compare prices published systems beside a plan of ours, check-plan
     compares a plan's predicted memory with the memory of a rank's step, check-model compares samples in a plan's stages
     with plain transformers, check-packing compares samples that any collator packs with each alone, verdict reads logs
-    of other trainers, recipe runs the workflow for stages that follow each other, evaluate has lmms-eval evaluate a trained model, init makes a folder to
-    run the workflow in, shapes reads a manifest's shapes for other trainers, and doctor looks at a machine.
+    of other trainers, recipe runs the workflow for stages that follow each other, evaluate has lmms-eval evaluate a
+    trained model, init makes a folder to run the workflow in, shapes reads a manifest's shapes for other trainers, and
+    doctor looks at a machine.
     """
     limit = _address_limit()
     if limit is not None and limit < _LEAST_ADDRESSES and not {"-h", "--help"} & {*sys.argv}:

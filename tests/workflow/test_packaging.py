@@ -1,6 +1,8 @@
 """A wheel holds all that a folder away from any checkout needs: `dflop init` begins one, and Snakemake runs there."""
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,35 @@ def test_the_wheel_holds_the_files_of_the_checkout(installed):
         ours = {path for path in ours if "__pycache__" not in path.parts}
         there = installed / "dflop/shipped"
         assert {path for path in ours if (REPOSITORY / path).read_bytes() != (there / path).read_bytes()} == set()
+
+
+def test_two_builds_of_the_same_files_are_the_same_bytes(tmp_path):
+    """Folders of other names, with files of another age and other rights."""
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=REPOSITORY)
+    built = []
+    for number, folder in enumerate(("here", "elsewhere/deeper")):
+        for name in filter(None, listed.split("\0")):
+            if not (REPOSITORY / name).is_file():
+                continue
+            there = tmp_path / folder / name
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(REPOSITORY / name, there, follow_symlinks=False)
+            if not there.is_symlink():
+                there.chmod((REPOSITORY / name).stat().st_mode & 0o111 | (0o644, 0o660)[number])
+                os.utime(there, (10**9 * number, 10**9 * number))
+        built.append(tmp_path / f"dist-{number}")
+        build = ("-m", "hatchling", "build", "-d", built[-1])
+        run(sys.executable, *build, cwd=tmp_path / folder, SOURCE_DATE_EPOCH="1790000000")
+    digests = [{path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in dist.iterdir()} for dist in built]
+    assert digests[0] == digests[1]
+    assert {Path(name).suffix for name in digests[0]} == {".whl", ".gz"}
+
+
+@pytest.mark.exhaustive
+def test_the_whole_demo_runs_where_only_the_wheel_is(installed, started):
+    environment = {"PYTHONPATH": str(installed), "PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    run("snakemake", "--cores", "2", cwd=started, **environment)
+    assert (started / "results/demo/report/index.html").is_file()
 
 
 def test_snakemake_lists_and_runs_the_demos_jobs_where_only_the_wheel_is(installed, started):
