@@ -22,11 +22,7 @@ def megatron_layout(plan: Plan, spec: ModelSpec) -> Emitted:
     layers = [len(part) for part in plan.layers_of("llm", spec.module("llm").num_layers)]
     if len(set(layers)) > 1:
         flags["pipeline_model_parallel_layout"] = _layout(layers, llm.pp)
-        beyond.append(
-            f"layers of each stage: {joined(layers)}, where E is the embedding, t a layer and L the loss; "
-            "a Megatron without `--pipeline-model-parallel-layout` knows "
-            "`--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`"
-        )
+        beyond.append(f"layers of each stage: {joined(layers)}, where E is the embedding, t a layer and L the loss")
     elif plan.num_chunks > 1:
         flags["virtual_pipeline_model_parallel_size"] = plan.num_chunks
     if plan.schedule not in ("1f1b", "interleaved_1f1b"):

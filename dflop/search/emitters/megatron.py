@@ -22,6 +22,11 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         beyond=layout.beyond,
     )
     flags, beyond = emitted.flags, emitted.beyond
+    if "--pipeline-model-parallel-layout" in flags:
+        beyond.append(
+            "a Megatron without `--pipeline-model-parallel-layout` knows `--decoder-first-pipeline-num-layers` and "
+            "`--decoder-last-pipeline-num-layers`"
+        )
     if llm.gathers:
         # The first demands the others.
         switches = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion", "--untie-embeddings-and-output-weights")
