@@ -11,7 +11,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -312,16 +312,11 @@ def _is_number(*values: Any) -> bool:
 
 
 def _only(log: StepLog, mask: np.ndarray) -> StepLog:
-    def cut(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else array[mask]
+    """The steps of a log that a mask keeps."""
 
-    return StepLog(
-        source=log.source,
-        step=log.step[mask],
-        seconds=log.seconds[mask],
-        loads={name: load[mask] for name, load in log.loads.items()},
-        rank_loads={name: load[mask] for name, load in log.rank_loads.items()},
-        data_s=cut(log.data_s),
-        busy_s=cut(log.busy_s),
-        collective_s=cut(log.collective_s),
-    )
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: load[mask] for name, load in value.items()}
+        return value[mask] if isinstance(value, np.ndarray) else value
+
+    return StepLog(**{own.name: cut(getattr(log, own.name)) for own in fields(log)})
