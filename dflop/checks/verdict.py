@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflop.balance.replicas import balanced_cells, cell_loads, waiting_loads
+from dflop.base import UserError
 from dflop.checks.step_logs import Batches, StepLog
 
 __all__ = ["Share", "Verdict", "judge"]
@@ -56,7 +57,13 @@ class Verdict:
 
 
 def judge(log: StepLog, batches: Batches | None = None, *, padded: bool = False) -> Verdict:
-    """The verdict on a log; `batches` are its steps' samples, and `padded` says that batches are padded."""
+    """The verdict on a log; `batches` are its steps' samples, and `padded` says that batches are padded.
+
+    Raises:
+        UserError: for padded batches whose samples have more than one load.
+    """
+    if padded and batches and len(batches.columns) > 1:
+        raise UserError(f"--padded needs one column of loads, the length that is padded, not {len(batches.columns)}")
     loads, names = _loads_of(log, batches, padded)
     ordinary = _ordinary(log.seconds, loads)
     rng = np.random.default_rng(0)

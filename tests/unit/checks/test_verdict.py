@@ -133,6 +133,9 @@ def test_padded_batches_cost_their_longest_sample_on_each_rank(tmp_path):
     log = read_log([table_of(tmp_path / "steps.csv", step_s=padded_s)])
     assert judge(log, batches, padded=True).explained.value > 0.999
     assert judge(log, batches).explained.value < 0.9
+    two = read_batches(write_lines(tmp_path / "two.jsonl", [row | {"num_images": 1} for row in rows]))
+    with pytest.raises(UserError, match="one column of loads"):
+        judge(log, two, padded=True)
 
 
 def torchtitan_logs(folder: Path, tokens: np.ndarray, seconds: np.ndarray, fetching: np.ndarray) -> list[Path]:
