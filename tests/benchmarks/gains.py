@@ -179,7 +179,9 @@ def inputs_of(row: Row, tables: Path, folder: Path) -> tuple[Config, ModelSpec, 
     planner.write_config = write_config
     planner.SHARES = row.shares
     if not (folder / f"{row.preset}.shapes.duckdb").exists():
-        planner.write_artifacts(tables, folder, row.preset)
+        planner.write_mix(tables, folder, row.preset)
+    if not (folder / f"{row.preset}.costs.duckdb").exists():
+        planner.write_costs(folder, row.preset)
     return planner.read_inputs(folder, row.preset, 0, 0)
 
 
