@@ -53,7 +53,7 @@ def _check(stage: "Stage", *, is_first: bool) -> None:
     """Refuse a stage that cannot be run, before any stage is: its config, its model, the parts that it trains, its
     manifests and their media's folders, and the weights that the first stage begins with."""
     from dflop.config import load_config
-    from dflop.models import check_parts, check_weights, load_model_spec, load_runtime
+    from dflop.models import check_adapter, check_parts, check_weights, load_model_spec, load_runtime
     from dflop.shapes import list_sources
 
     try:
@@ -64,6 +64,7 @@ def _check(stage: "Stage", *, is_first: bool) -> None:
         runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained, config.train.part_names)
         if is_first:  # the others' are written by the stage before
             check_weights(config.model.weights)
+            check_adapter(spec, config.model)
         for source in list_sources(config.data):
             if str(source.path).startswith(_DEMO_DATA):  # the workflow makes the demo's
                 continue

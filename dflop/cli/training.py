@@ -52,7 +52,7 @@ def report_command(configs: tuple[str, ...], run_folder: Path, out: Path) -> Non
 def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path, out: Path) -> None:
     from dflop.base.torchrun import is_first_node
     from dflop.config import set_steps
-    from dflop.models import check_parts, check_runnable, check_weights, load_model_spec
+    from dflop.models import check_adapter, check_parts, check_runnable, check_weights, load_model_spec
     from dflop.plan import load_plan
     from dflop.schedule import describe_left_out
     from dflop.schedule.service import open_evaluation, open_scheduler
@@ -65,6 +65,7 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     check_weights(config.model.weights)
     spec = load_model_spec(config.model)
     check_parts(spec, config.train.part_names)
+    check_adapter(spec, config.model)
     plan = load_plan(plan_path)
     check_plan(plan_path, plan, spec)
     loaders = planned_loaders(plan_path, plan.world_size)

@@ -69,6 +69,11 @@ def read_recipe(path: Path) -> Recipe:
         if stages:
             if "weights" in own.get("model", {}):
                 raise UserError(f"{place}.model.weights` is given; a stage begins with the weights of the one before")
+            if config.get("model", {}).get("adapter"):
+                raise UserError(
+                    f"{place}` has `model.adapter`; a stage begins with the weights of the one before, into which its "
+                    "adapters are merged: give it to the first stage alone"
+                )
             config = merged(config, {"model": {"weights": f"results/{stages[-1].run}/train/model"}})
         stages.append(Stage(stage, run, config | {"run": run}))
     return Recipe(name, tuple(stages))

@@ -110,6 +110,7 @@ class ModelConfig:
     path: str | None = None
     tokenizer: str | None = None
     weights: str | None = None
+    adapter: str | None = None
     train: list[str] | None = None
     freeze: list[str] = field(default_factory=list)
     lora: LoraConfig | None = None

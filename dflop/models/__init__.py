@@ -7,6 +7,7 @@ and transformers and are never imported here.
 
 from dflop.models.checkpoint import check_weights, weights_digest
 from dflop.models.family import (
+    check_adapter,
     check_parts,
     check_runnable,
     family_for,
@@ -35,6 +36,7 @@ __all__ = [
     "ModuleSpec",
     "ShapeRules",
     "able_tp_sizes",
+    "check_adapter",
     "check_modules",
     "check_parts",
     "check_runnable",

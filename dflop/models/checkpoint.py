@@ -20,6 +20,7 @@ __all__ = [
     "read_hf_config",
     "read_image_fields",
     "read_processor",
+    "tensor_shapes",
     "weights_digest",
 ]
 
@@ -73,6 +74,21 @@ def weights_digest(folder: Path) -> str:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}; copy it again") from None
     return running.hexdigest()[:16] if files else ""
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file, from its header.
+
+    Raises:
+        UserError: when the file cannot be read, or is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            return {name: tuple(own["shape"]) for name, own in _header(path, file).items() if name != "__metadata__"}
+    except UserError:
+        raise
+    except (OSError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}; copy it again") from None
 
 
 def check_weights(folder: str | None) -> None:

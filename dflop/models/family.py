@@ -19,6 +19,7 @@ import numpy as np
 
 from dflop.base import UserError
 from dflop.config import ModelConfig
+from dflop.models.adapter_files import check_settings
 from dflop.models.checkpoint import part_of_config, read_hf_config, read_processor
 from dflop.models.spec import ModelSpec, ShapeRules
 from dflop.plan.trained import may_match, names_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Family",
+    "check_adapter",
     "check_parts",
     "check_runnable",
     "family_for",
@@ -134,6 +136,20 @@ def load_model_spec(model: ModelConfig) -> ModelSpec:
                 "`model.freeze` names all that would be trained, which leaves nothing to train; take a name out"
             )
     return spec
+
+
+def check_adapter(spec: ModelSpec, model: ModelConfig) -> None:
+    """Check that `model.adapter`, if it is given, has adapters of this model that are as `model.lora` says.
+
+    Raises:
+        UserError: naming the first thing that is not so.
+    """
+    if model.adapter is None:
+        return
+    folder = Path(model.adapter)
+    check_settings(folder, model.trained.lora)
+    runtime = load_runtime(spec.family)
+    runtime.check_adapter(spec, runtime.make_config(spec, {}, 0), model.trained, folder)
 
 
 def check_parts(spec: ModelSpec, names: Mapping[str, str]) -> None:

@@ -14,16 +14,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dflop.models.adapter_files import check_tensors, is_adapter
 from dflop.models.attention import PACKED
 from dflop.models.lora import adapt_layer, check_targets
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, TextBatch
 from dflop.models.named_parts import check_names
 from dflop.models.precision import held_in, set_values
 from dflop.models.spec import ModelSpec
-from dflop.models.stages import EncoderStage, LlmStage, Stage, is_adapter
+from dflop.models.stages import EncoderStage, LlmStage, Stage
 from dflop.models.tensor_group import ALONE, TensorGroup
 from dflop.models.tensor_parallel import Divider
-from dflop.models.weights import draw_weights, load_weights, norms_in_float64
+from dflop.models.weights import draw_weights, load_adapter, load_weights, norms_in_float64
 from dflop.plan.trained import EVERYTHING, TrainedSet
 
 __all__ = ["FamilyRuntime", "MadeUpMedia"]
@@ -104,15 +105,33 @@ class FamilyRuntime:
         given = {key: name for key, name in given.items() if name not in known}
         if not given and not trained.lora:
             return
+        stages = self._whole_modules(spec, config)
+        check_names(given, trained, stages)
+        if trained.lora:
+            check_targets(trained.lora, {name: stage for name, stage in stages.items() if trained.adapts(name)})
+
+    def check_adapter(self, spec: ModelSpec, config: PretrainedConfig, trained: TrainedSet, folder: Path) -> None:
+        """Check that the adapters in `folder` are those of this model's layers that `trained` adapts.
+
+        Raises:
+            UserError: naming the first tensor of which this is not so.
+        """
+        stages = self._whole_modules(spec, config)
+        for module, stage in stages.items():
+            for layer in stage.layer_names if trained.adapts(module) else ():
+                adapt_layer(stage, layer, trained.lora, ALONE, 0, is_empty=True)
+        shapes = {name: own.shape for stage in stages.values() for name, own in stage.hf.state_dict().items()}
+        check_tensors(folder, self.weight_renamings, shapes)
+
+    def _whole_modules(self, spec: ModelSpec, config: PretrainedConfig) -> dict[str, Stage]:
+        """Each module as one stage, without values."""
         stages = {}
         for own in spec.modules:
             with torch.device("meta"):
                 stages[own.name] = self.cut(self.architecture(config), own.name, range(own.num_layers))
                 if own.name == "llm" and config.tie_word_embeddings:
                     stages[own.name].hf.lm_head.weight = stages[own.name].hf.model.language_model.embed_tokens.weight
-        check_names(given, trained, stages)
-        if trained.lora:
-            check_targets(trained.lora, {name: stage for name, stage in stages.items() if trained.adapts(name)})
+        return stages
 
     def encoder_batch(
         self,
@@ -147,8 +166,10 @@ class FamilyRuntime:
         share: Callable[[nn.Module, set[nn.Parameter]], None] | None = None,
         is_empty: bool = False,
         trained: TrainedSet = EVERYTHING,
+        adapter: Path | None = None,
     ) -> EncoderStage | LlmStage:
-        """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`.
+        """One stage of a module, on `device`, with weights from `checkpoint` or drawn from `seed`, and above them those
+        of the directory `adapter` (`adapter_files`).
 
         Weights of a checkpoint are read into place, on `device` and in `dtype`, and nothing is drawn. Others are drawn
         on the CPU, so that they are the same on every device; drawing them on the device itself (`draw_on`) is quicker.
@@ -191,7 +212,12 @@ class FamilyRuntime:
         if reads:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
         stage.set_recomputed(num_recomputed, num_still)
-        return (stage if is_empty else _as_dtype(stage, dtype).to(device)).train()
+        if is_empty:
+            return stage.train()
+        _as_dtype(stage, dtype)  # adapters are now as wide as they are held
+        if adapter:
+            load_adapter(hf, adapter, self.weight_renamings, stage.shards)
+        return stage.to(device).train()
 
 
 def _as_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -16,15 +16,13 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from dflop.models.adapter_files import is_adapter
 from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
 from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.tensor_group import Shard
 
-__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "is_adapter", "keep_layers"]
-
-# The names of an adapter's matrices (`models.lora`) in the linear layer that they belong to.
-_ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
+__all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
 
 
 class Stage(nn.Module, ABC):
@@ -273,11 +271,6 @@ class LlmStage(Stage):
         """From hidden states to hidden states, or on the last stage to the summed loss."""
         hidden = self.encode(hidden, batch)
         return self.finish(hidden, batch) if self.is_last else hidden
-
-
-def is_adapter(name: str) -> bool:
-    """Whether this name of a parameter is that of an adapter's matrix."""
-    return bool(_ADAPTER.search(name))
 
 
 def cut_llm(

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflop.base import UserError
+from dflop.models.adapter_files import TENSORS, adapter_names, is_adapter
 from dflop.models.division import EMBEDDING, HEAD
-from dflop.models.stages import is_adapter
 from dflop.models.tensor_group import Shard, rows_of
 
-__all__ = ["draw_weights", "load_weights", "norms_in_float64"]
+__all__ = ["draw_weights", "load_adapter", "load_weights", "norms_in_float64"]
 
 _HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 # Buffers in old checkpoints that follow from the config and are ignored.
@@ -118,16 +118,7 @@ def load_weights(
                 if name == _HEAD and model.config.tie_word_embeddings:
                     head = stored.get_tensor(stored_name)
                 if name in wanted:
-                    own, shard = wanted.pop(name), shards.get(name)
-                    shape = shard.whole if shard else own.shape
-                    if (found := torch.Size(stored.get_slice(stored_name).get_shape())) != shape:
-                        raise UserError(
-                            f"the checkpoint {checkpoint} holds {stored_name} of shape {list(found)}, its config says "
-                            f"{list(shape)}"
-                        )
-                    first_row, rows = rows_of(own)
-                    if rows.numel():
-                        rows.copy_(_rows(stored, stored_name, own.shape, shard, first_row, rows))
+                    _read_into(wanted.pop(name), stored, stored_name, shards.get(name), f"the checkpoint {checkpoint}")
     if wanted:
         raise UserError(f"the checkpoint {checkpoint} lacks {len(wanted)} tensors of this model, e.g. {min(wanted)}")
     embedding = model.state_dict().get(_EMBEDDING)
@@ -139,6 +130,33 @@ def load_weights(
                 f"the checkpoint {checkpoint} holds a head that is not its embedding, although its config.json says "
                 "`tie_word_embeddings`: true; set that to false"
             )
+
+
+@torch.no_grad()
+def load_adapter(
+    model: PreTrainedModel, folder: Path, renamings: Sequence[tuple[str, str]], shards: Mapping[str, Shard]
+) -> None:
+    """Load what a directory of adapters has of a stage's tensors, as `load_weights` does: the adapters' matrices, and
+    what was trained beside them. `adapter_files` checks that nothing is missing.
+
+    Raises:
+        UserError: when the file is damaged, or naming the first tensor of another shape.
+    """
+    wanted = model.state_dict()
+    with _opened(folder / TENSORS) as stored:
+        for name, stored_name in adapter_names(folder, renamings).items():
+            if name in wanted:
+                _read_into(wanted[name], stored, stored_name, shards.get(name), f"the adapter {folder}")
+
+
+def _read_into(own: torch.Tensor, stored: safe_open, name: str, shard: Shard | None, source: str) -> None:
+    """Read what this rank has of a tensor, which `source` holds under this name."""
+    shape = shard.whole if shard else own.shape
+    if (found := torch.Size(stored.get_slice(name).get_shape())) != shape:
+        raise UserError(f"{source} holds {name} of shape {list(found)}, its config says {list(shape)}")
+    first_row, rows = rows_of(own)
+    if rows.numel():
+        rows.copy_(_rows(stored, name, own.shape, shard, first_row, rows))
 
 
 @contextmanager

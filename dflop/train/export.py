@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from dflop.models.adapter_files import is_adapter
 from dflop.models.lora import low_rank_product
 from dflop.models.runtime import MediaProcessor
-from dflop.models.stages import is_adapter
 from dflop.models.tensor_group import Shard, TensorGroup
 from dflop.plan import Plan
 from dflop.plan.trained import Lora

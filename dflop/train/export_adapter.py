@@ -12,15 +12,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dflop.config import ModelConfig
+from dflop.models import load_runtime
+from dflop.models.adapter_files import INSIDE, SETTINGS, TENSORS, adapter_names, is_adapter
 from dflop.models.precision import held_in
-from dflop.models.stages import is_adapter
 from dflop.train.export import masters_of, own_weights
 from dflop.train.rank_model import RankModel
 
 __all__ = ["export_adapter", "writes_adapter"]
-
-# The model's name inside the model that peft makes of it.
-_INSIDE = "base_model.model."
 
 
 def writes_adapter(model: RankModel) -> bool:
@@ -28,14 +27,17 @@ def writes_adapter(model: RankModel) -> bool:
     return model.trained.lora is not None and not model.trained.trains_weights("llm")
 
 
-def export_adapter(folder: Path, model: RankModel, base: str | None, group: dist.ProcessGroup | None = None) -> None:
-    """Write `folder`, whole or not at all; every rank must call this. `base` is where the base model lies, if anywhere.
+def export_adapter(folder: Path, model: RankModel, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
+    """Write `folder`, whole or not at all; every rank must call this. `config` says what training began with: of
+    `model.adapter` also what was frozen since is written, because the base model has other values of it.
 
     Values are the optimiser's, in fp32 at least. Ranks wait for each other's files over `group`.
 
     Raises:
         OSError, SafetensorError: when a file cannot be written.
     """
+    renamings, earlier = load_runtime(model.spec.family).weight_renamings, config.adapter
+    also = adapter_names(Path(earlier), renamings) if earlier else ()
     part, is_main = folder.with_name(f".{folder.name}.part"), dist.get_rank() == 0
     if is_main:
         shutil.rmtree(part, ignore_errors=True)
@@ -45,13 +47,13 @@ def export_adapter(folder: Path, model: RankModel, base: str | None, group: dist
         masters = masters_of(node_model)
         if node_model.node.dp_rank and node_model.shared is None:
             continue
-        names = [name for name, parameter in node_model.parameters.items() if parameter.requires_grad]
+        names = [name for name, own in node_model.parameters.items() if own.requires_grad or name in also]
         weights = own_weights(node_model, names, masters, held_in(node_model.dtype))
         if weights and not node_model.node.dp_rank:
             save_file(weights, part / f"{node_model.index}-{node_model.ranks.place}.safetensors")
     dist.barrier(group)
     if is_main:
-        _join(part, model, base)
+        _join(part, model, config.weights or config.path)
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)
@@ -63,13 +65,13 @@ def _join(folder: Path, model: RankModel, base: str | None) -> None:
     values = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            values |= {f"{_INSIDE}{name}": stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            values |= {f"{INSIDE}{name}": stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         file.unlink()
-    file = folder / "adapter_model.safetensors"
+    file = folder / TENSORS
     save_file(values, file, metadata={"format": "pt"})
     file.chmod(0o644)
     lora = model.trained.lora
-    adapted = {name.removeprefix(_INSIDE).rpartition(".lora_")[0] for name in values if is_adapter(name)}
+    adapted = {name.removeprefix(INSIDE).rpartition(".lora_")[0] for name in values if is_adapter(name)}
     settings = {
         "peft_type": "LORA",
         "base_model_name_or_path": base,
@@ -81,4 +83,4 @@ def _join(folder: Path, model: RankModel, base: str | None) -> None:
         "use_rslora": lora.rslora,
         "bias": "none",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -24,6 +24,7 @@ _NOTHING = "null"
 _CHECKPOINT_FORMAT = 6
 # A checkpoint from before this was written says nothing of it.
 _BEGINS_WITH = "the weights that training begins with"
+_GOES_ON_FROM = "the adapters that training begins with"
 # Keys of a source that earlier versions do not know, left out where they say nothing.
 _NEW_KEYS = ("columns", "epochs", "weight")
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
@@ -88,6 +89,8 @@ def generation_of(
     weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
     if begins_with := config.model.weights or config.model.path:
         weights[_BEGINS_WITH] = weights_digest(Path(begins_with))
+    if config.model.adapter:
+        weights[_GOES_ON_FROM] = weights_digest(Path(config.model.adapter))
     free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
     written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
     return Generation(written, prices_digest(pricer))

@@ -314,6 +314,7 @@ def _build_stage(
         share=units.share if units else None,
         is_empty=is_empty,
         trained=trained,
+        adapter=Path(config.model.adapter) if config.model.adapter else None,
     )
     if not is_empty and compiles_layers(config.train.compile, topology.device)[0]:
         compile_layers(stage)

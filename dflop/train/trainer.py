@@ -219,8 +219,7 @@ class Trainer:
             precision = self.config.train.export_precision or self.config.train.precision
             folder, adapter = self.files.out / "model", self.files.out / "adapter"
             if writes_adapter(self.model):  # before the model, whose folder says that the run is finished
-                base = self.config.model.weights or self.config.model.path
-                export_adapter(adapter, self.model, base, self.saver.group)
+                export_adapter(adapter, self.model, self.config.model, self.saver.group)
             elif self.topology.is_main and adapter.exists():  # of an earlier training in this folder
                 shutil.rmtree(adapter)
             export_model(folder, self.plan, self.model, COMPUTES_IN[precision], self.saver.group)

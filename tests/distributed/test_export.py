@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from training_runs import plan_file, train
 from transformers import (
     AutoFeatureExtractor,
@@ -197,6 +198,44 @@ def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, shar
         assert (tensor - of_peft[name]).abs().max() < 1e-6, name
         is_trained = bool(adapted.fullmatch(name)) or "projector" in name or name == "model.image_newline"
         assert torch.equal(tensor, before[name]) != is_trained, name
+
+
+@pytest.mark.parametrize("sharding", ["parameters", "optimizer"])
+def test_training_goes_on_from_pefts_adapters_and_what_lies_beside_them(run, sharding, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, config = run
+    loaded, given = tmp_path / "loaded", tmp_path / "given"
+    save_checkpoint(loaded, load_config(config), tied=False)
+    architecture = load_runtime("llava_onevision").architecture
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=r".*language_model.*\.(o_proj|up_proj)",
+        modules_to_save=["multi_modal_projector"],
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(architecture.from_pretrained(loaded), settings)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01)
+    theirs.save_pretrained(given)
+    lora = {"targets": ["*.o_proj", "*.up_proj"], "rank": 4, "alpha": 6}
+    model = {"path": str(loaded), "adapter": str(given), "lora": lora, "freeze": ["vision"]}
+    plan = plan_file(folder, llm_tp=2, llm_dp=2, vision_dp=2, sharding=sharding)
+    kept = {"precision": "fp32", "steps": 2, "lr": 1e-30, "weight_decay": 0.0}  # what is read is what is written
+    train(folder, config | {"model": model}, plan, tmp_path / "train", **kept)
+    written, merged = load_file(tmp_path / "train/adapter/adapter_model.safetensors"), theirs.merge_and_unload()
+    assert written.keys() == load_file(given / "adapter_model.safetensors").keys()
+    for name, values in load_file(given / "adapter_model.safetensors").items():
+        assert torch.equal(values, written[name]), name
+    ours = architecture.from_pretrained(tmp_path / "train/model").state_dict()
+    assert all((ours[name] - values).abs().max() < 1e-6 for name, values in merged.state_dict().items())
+
+    train(folder, config | {"model": model}, plan, tmp_path / "train", **kept | {"lr": 0.1})
+    after = load_file(tmp_path / "train/adapter/adapter_model.safetensors")
+    assert all(torch.equal(values, written[name]) == ("projector" in name) for name, values in after.items())
+    assert "`train.lr` was 1e-30 and is 0.1" in (tmp_path / "train/log").read_text()
 
 
 def test_three_modules_train_and_what_they_leave_hears(omni_run, tmp_path):

@@ -63,6 +63,7 @@ def test_the_recipes_that_come_with_dflop_have_stages_whose_configs_are_right(pa
         ({"stages": [STAGES[0], {"name": "two", "model": "m"}]}, r"`stages\[1\]\.model` is 'm'; it must hold keys"),
         ({"run": "mine"}, r"`stages\[0\]` has `run: mine`; its run is called r-one"),
         ({"stages": [STAGES[0], {"name": "two", "model": {"weights": "x"}}]}, r"begins with the weights of the one be"),
+        ({"stages": [STAGES[0], {"name": "two", "model": {"adapter": "x"}}]}, r"into which its adapters are merged"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_says_where(values, complaint):

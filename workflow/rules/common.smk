@@ -21,6 +21,7 @@ from dflop.shapes.manifests import list_shards, list_sources
 from dflop.shapes.profile import useful_workers
 from dflop.models import (
     able_tp_sizes,
+    check_adapter,
     check_modules,
     check_parts,
     check_runnable,
@@ -67,6 +68,8 @@ try:
     SPEC = load_model_spec(CONFIG.model)
     check_modules(SPEC, CONFIG.plan.fixed.modules if CONFIG.plan.fixed else (), "plan.fixed")
     check_parts(SPEC, CONFIG.train.part_names)
+    if IS_MAIN:
+        check_adapter(SPEC, CONFIG.model)
     MODULES = [module.name for module in SPEC.modules]
     # Not every tp size can divide every module of a model.
     TP_SIZES = able_tp_sizes(SPEC, CONFIG.costs.tp_sizes)
@@ -208,9 +211,9 @@ def shapes_to_plan(wildcards):
 
 def weights_to_begin_with(wildcards):
     """A digest of the weights, so that training runs again with others, such as those of an earlier stage."""
-    begins_with = CONFIG.model.weights or CONFIG.model.path
+    begins_with = CONFIG.model.weights or CONFIG.model.path, CONFIG.model.adapter
     try:
-        return weights_digest(Path(begins_with)) if begins_with else ""
+        return " ".join(weights_digest(Path(folder)) for folder in begins_with if folder)
     except UserError as error:
         stop_with(error)
 
