@@ -129,6 +129,7 @@ class Stage(nn.Module, ABC):
             return
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+        self.hf.disable_input_require_grads()  # else backward would go through all frozen layers, to embeddings
         names = self.layer_names
         for name in names[:num_still] + names[num_still + num_layers :]:
             self.hf.get_submodule(name).gradient_checkpointing = False

@@ -474,6 +474,23 @@ def test_each_recomputed_layer_keeps_less_between_forward_and_backward(case, sam
     assert saved == pytest.approx([saved.mean()] * NUM_LAYERS, rel=0.1)
 
 
+def test_frozen_layers_have_no_backward_where_layers_are_recomputed(case, samples):
+    vision, (llm,) = case.stages(case.config(), 1, num_recomputed=NUM_LAYERS)
+    has_backward = []
+    for stage in (vision, llm):
+        for name in stage.layer_names:
+            layer = stage.hf.get_submodule(name)
+            layer.register_forward_hook(lambda _, __, made: has_backward.append(made.requires_grad))
+    vision.train_those(lambda name: name.startswith("vision.projector"))
+    assert all(features.requires_grad for features in vision(visual_batch(case, samples[:1])))
+    assert has_backward == [False] * NUM_LAYERS
+    vision.train_those(lambda name: False)
+    llm.train_those(lambda name: name.startswith(f"llm.layers.{NUM_LAYERS - 1}"))
+    del has_backward[:]
+    run_stages(case, vision, [llm], samples).backward()
+    assert has_backward == [False] * (3 * NUM_LAYERS - 1) + [True]  # two encoder ranks, and the LLM
+
+
 def test_a_truncated_sample_keeps_the_first_of_its_visual_tokens(case, samples):
     vision, _ = case.stages(case.config(), 1)
     with torch.no_grad():
