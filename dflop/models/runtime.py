@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dflop.models.adapter_files import check_tensors, is_adapter
@@ -221,11 +222,16 @@ class FamilyRuntime:
 
 
 def _as_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module in this dtype; adapters, which are trained, as masters are held."""
+    """The module with parameters in this dtype; adapters, which are trained, as masters are held. Buffers, such as
+    rotary frequencies, become no narrower. Replicas' shards have the dtype in which they were shared."""
     if dtype == torch.float64:
         norms_in_float64(module)
-    module.to(dtype)
     for name, parameter in module.named_parameters():
-        if is_adapter(name):
+        if is_adapter(name) and not isinstance(parameter, DTensor):
             set_values(parameter, parameter.detach().to(held_in(dtype)))
+        elif not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))
     return module

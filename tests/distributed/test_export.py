@@ -171,7 +171,9 @@ def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture
     assert made[0, num_asked:].tolist() == likeliest[num_asked - 1 : -1].tolist()
 
 
-@pytest.mark.parametrize(("precision", "sharding"), [("fp32", "parameters"), ("bf16", "optimizer")])
+@pytest.mark.parametrize(
+    ("precision", "sharding"), [("fp32", "parameters"), ("bf16", "optimizer"), ("bf16", "parameters")]
+)
 def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, sharding, tmp_path):
     peft = pytest.importorskip("peft")
     folder, config = run
@@ -182,6 +184,8 @@ def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, shar
     plan = plan_file(folder, llm_tp=2, llm_dp=2, vision_dp=2, sharding=sharding)
     train(folder, config | {"model": model}, plan, out, steps=3, precision=precision, export_precision="fp32")
 
+    held = load_file(out / "adapter/adapter_model.safetensors")
+    assert not any(torch.equal(values, values.bfloat16()) for name, values in held.items() if "lora_" in name)
     architecture = load_runtime("llava_onevision").architecture
     base, merged = (architecture.from_pretrained(path).eval() for path in (loaded, out / "model"))
     for parameter in base.parameters():  # frozen weights are held as they compute

@@ -44,9 +44,14 @@ def test_a_stage_of_any_layers_begins_with_the_same_adapters_which_change_nothin
         assert "lora_B" not in name or not values.any()
 
 
-def test_adapters_of_weights_in_bf16_are_held_in_fp32():
-    dtypes = {name: values.dtype for name, values in build(dtype=torch.bfloat16).hf_state_dict().items()}
+def test_adapters_of_weights_in_bf16_are_held_in_fp32_and_so_are_rotary_frequencies():
+    stage = build(dtype=torch.bfloat16)
+    dtypes = {name: values.dtype for name, values in stage.hf_state_dict().items()}
     assert all(dtype == (torch.float32 if "lora_" in name else torch.bfloat16) for name, dtype in dtypes.items())
+    frequencies = dict(stage.hf.named_buffers())["model.language_model.rotary_emb.inv_freq"]
+    exact = dict(build().hf.named_buffers())["model.language_model.rotary_emb.inv_freq"]
+    assert torch.equal(frequencies, exact)
+    assert frequencies.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", family_names())
