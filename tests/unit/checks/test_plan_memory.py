@@ -199,6 +199,26 @@ def test_a_frozen_encoder_keeps_nothing_before_its_projector(name, costs_file):
         assert checked.predicted["activations"] == pytest.approx(checked.tracked["activations"], rel=0.1), rank
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ({"train": ["projector"]}, (0, 3)),
+        ({"train": ["projector"], "lora": {"rank": 8}}, (0, 3)),
+        ({"train": ["llm.layers.[2-3]", "llm.norm", "llm.head"]}, (3,)),  # nothing is trained on the others
+    ],
+    ids=["projector", "adapters and projector", "last layers"],
+)
+def test_parts_that_are_trained_and_recomputed_hold_what_the_memory_model_says(model, ranks, tmp_path):
+    config = load_config(CONFIG | {"model": model})
+    trained = config.model.trained.among(tiny("llava_onevision").modules)
+    costs = CostModel.load(write_tiny_costs(tmp_path / "costs.duckdb", trained=trained))
+    for plan in (PLANS["pipelined"], dataclasses.replace(PLANS["pipelined"], checkpointing=True)):
+        for rank in ranks:
+            checked = check_rank(config, plan, costs, LOAD, rank)
+            predicted, tracked = (sum(sizes.values()) for sizes in (checked.predicted, checked.tracked))
+            assert predicted == pytest.approx(tracked, rel=0.05), (plan.checkpointing, rank)
+
+
 @pytest.mark.parametrize("family", family_names())
 def test_every_module_of_every_family_can_be_checked(family, tmp_path):
     config = load_config(CONFIG | {"model": {"family": family, "preset": "tiny"}})
