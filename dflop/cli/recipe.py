@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["recipe_command"]
 
 _CONFIG, _DEMO_DATA = Path("config/config.yaml"), "results/demo-data/"
+_CACHED = ("profile_costs", "profile_links", "search_plan")
 
 
 @click.command("recipe", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -38,9 +39,11 @@ def recipe_command(recipe: Path, arguments: tuple[str, ...]) -> None:
     for number, stage in enumerate(read.stages):
         _check(stage, is_first=number == 0)
     _write_configs(read)
+    if "--cache" not in arguments:  # stages that train the same parts share what was measured
+        arguments = (*(arguments or ("--cores", "all")), "--cache", *_CACHED)
     for number, stage in enumerate(read.stages, start=1):
         click.echo(f"stage {number} of {len(read.stages)}: {stage.name} (results/{stage.run})", err=True)
-        code = _run(["snakemake", *(arguments or ("--cores", "all")), "--configfile", str(_config_of(read, stage))])
+        code = _run(["snakemake", *arguments, "--configfile", str(_config_of(read, stage))])
         if page := write_recipe_page(Path("results", read.name), read):
             click.echo(f"{page}: the stages so far", err=True)
         if code:
