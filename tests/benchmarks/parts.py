@@ -1,6 +1,6 @@
 """What is trained, on this machine's clock: our plan beside plain DDP with the same frozen parts and adapters.
 
-    python tests/benchmarks/parts.py [--steps 16] [--only TEXT] [--keep FOLDER]
+    python tests/benchmarks/parts.py [--steps 12] [--only TEXT] [--keep FOLDER]
 
 The demo's data and its tiny model on two CPU processes. For each choice of what is trained, costs are measured, a plan
 is searched, and our step and DDP's are trained in turns on the same batches, loaded before the clock starts
@@ -49,7 +49,7 @@ LOAD = MadeUpLoad(num_pictures=3, picture_side=168, text_tokens=800)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="steps that count, behind three that do not")
+    parser.add_argument("--steps", type=int, default=12, help="steps that count, behind three that do not")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where runs are made and stay")
     arguments = parser.parse_args()
