@@ -78,7 +78,9 @@ def adapter_names(folder: Path, renamings: Sequence[tuple[str, str]]) -> dict[st
 
     `renamings` are those of a family's checkpoints (`FamilyRuntime.weight_renamings`).
     """
-    return {_in_model(name, renamings): name for name in tensor_shapes(folder / TENSORS)}
+    names = {_in_model(name, renamings): name for name in tensor_shapes(folder / TENSORS)}
+    names.pop("", None)  # of a part that is not trained
+    return names
 
 
 def check_tensors(folder: Path, renamings: Sequence[tuple[str, str]], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -88,7 +90,8 @@ def check_tensors(folder: Path, renamings: Sequence[tuple[str, str]], shapes: Ma
     Raises:
         UserError: naming the first tensor of which this is not so.
     """
-    found = {_in_model(name, renamings): shape for name, shape in tensor_shapes(folder / TENSORS).items()}
+    stored = tensor_shapes(folder / TENSORS)
+    found = {name: stored[own] for name, own in adapter_names(folder, renamings).items()}
     linears = {own: own.rpartition(".lora_")[0] for own in found if is_adapter(own)}
     for name, linear in linears.items():
         if f"{linear}.weight" not in shapes:

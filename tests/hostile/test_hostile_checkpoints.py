@@ -19,11 +19,12 @@ from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from dflop.base import UserError
 from dflop.cli import main
-from dflop.config import ModelConfig
-from dflop.models import load_model_spec, load_runtime
+from dflop.config import LoraConfig, ModelConfig
+from dflop.models import check_adapter, load_model_spec, load_runtime
+from dflop.models.adapter_files import is_adapter
 from dflop.models.checkpoint import weights_digest
 from dflop.models.family import family_names, family_of
-from dflop.models.weights import load_weights
+from dflop.models.weights import load_adapter, load_weights
 from dflop.shapes.record_media import RecordError
 from dflop.shapes.records import Turn
 from dflop.shapes.text import BUNDLED_TOKENIZER, ChatTokenizer
@@ -362,5 +363,32 @@ def test_the_damaged_folder_of_a_model_is_read_or_refused_in_a_line(family, tmp_
             raise
 
     fuzz(good, read, (UserError, RecordError), folder, damage=damaged_or_with_another_value, num_files=80)
+    assert refusals
+    assert not [refusal for refusal in refusals if "\n" in refusal]
+
+
+def test_a_damaged_adapter_is_read_or_refused(tmp_path):
+    model = ModelConfig(adapter=str(tmp_path), lora=LoraConfig(targets=["*.q_proj"], rank=2, alpha=4.0))
+    spec, runtime = load_model_spec(model), load_runtime("llava_onevision")
+    how = {"layers": range(4), "seed": 0, "trained": model.trained}
+    stage = runtime.build_stage(runtime.make_config(spec, {}, 0), "llm", **how)
+    adapters = {f"base_model.model.{name}": own for name, own in stage.hf_state_dict().items() if is_adapter(name)}
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_rslora": False, "rank_pattern": {}}
+    good = {"adapter_config.json": json.dumps(settings).encode()}
+    good["adapter_model.safetensors"] = safetensors.torch.save(adapters)
+    refusals = set()
+
+    def read(path: Path) -> None:
+        try:
+            check_adapter(spec, model)
+            load_adapter(stage.hf, tmp_path, runtime.weight_renamings, {})
+        except UserError as error:
+            refusals.add(str(error))
+        finally:
+            path.write_bytes(good[path.name])
+
+    for name, content in good.items():
+        (tmp_path / name).write_bytes(content)
+    fuzz(good, read, (), tmp_path, damage=damaged_or_with_another_value, num_files=60)
     assert refusals
     assert not [refusal for refusal in refusals if "\n" in refusal]
