@@ -64,6 +64,9 @@ class CountedStage:
     """A module of `depth` layers, eager or compiled, of a model of which `trained` says what is trained. To be used
     inside `counting`. `change` is called with the stage as soon as it is built.
 
+    Compiled layers are those that train here (`models.compilation`); without `recomputes_pointwise`, those that torch
+    makes by default.
+
     Raises:
         UserError: when the model's family cannot be run.
     """
@@ -76,6 +79,7 @@ class CountedStage:
         ranks: TensorGroup,
         *,
         is_compiled: bool = False,
+        recomputes_pointwise: bool = True,
         trained: TrainedSet = EVERYTHING,
         change: Callable[[Stage], None] = lambda stage: None,
     ) -> None:
@@ -97,7 +101,8 @@ class CountedStage:
         compute_in(self.stage, dtype)
         self._fuser = Fuser()
         if is_compiled:
-            replace_forwards(self.stage, partial(self._fuser, config=RECOMPUTES_POINTWISE), self._fuser)
+            config = RECOMPUTES_POINTWISE if recomputes_pointwise else {}
+            replace_forwards(self.stage, partial(self._fuser, config=config), self._fuser)
         self.runs = MadeUpRuns(spec, module, self.stage, dtype)
         self.runs.receive = self._receive
         self._meter: Meter | None = None

@@ -286,7 +286,8 @@ def costs_of(sizes: str, tp: int, device: str, implementation: str) -> CostModel
 def points_of(sizes: str, tp: int, device: str, implementation: str) -> AnalyticPoints:
     """Of a Llama, with MPT's own layers where it is one, and with the logits of all targets at once."""
     with counting(tp) as ranks:
-        stage = CountedStage(spec_of(sizes), "llm", 2, ranks, is_compiled=implementation == "compiled", change=changed)
+        how = {"is_compiled": implementation == "compiled", "recomputes_pointwise": False, "change": changed}
+        stage = CountedStage(spec_of(sizes), "llm", 2, ranks, **how)
         return points_of_stage(stage, load_device(device))
 
 

@@ -200,7 +200,8 @@ def points_of(
     with counting(tp) as ranks:
         is_compiled = implementation != "eager"
         change = whole_logits if module == "llm" else lambda stage: None
-        stage = CountedStage(spec, module, 2, ranks, is_compiled=is_compiled, change=change, trained=trained)
+        how = {"is_compiled": is_compiled, "recomputes_pointwise": False, "change": change, "trained": trained}
+        stage = CountedStage(spec, module, 2, ranks, **how)
         points = points_of_stage(stage, device)
     if implementation != "megatron":
         return points
