@@ -5,9 +5,8 @@ compiled piece before it and one after it. Hooks that gather a layer's parameter
 outside the compiled code.
 
 Between forward and backward, a compiled layer keeps the results of matrix products and attention alone. Pointwise ones
-(norms, activations) are computed again in backward, inside the kernels that read them: that frees a third of what torch
-would keep, for 1 % of the layer's time. A layer that is recomputed as a whole has them at hand, and keeps what torch
-keeps.
+(norms, activations) are computed again in backward, inside the kernels that read them: a layer of Qwen2-7B then keeps
+28 % less, and takes 0.5 % longer. A layer that is recomputed as a whole has them at hand, and keeps what torch keeps.
 """
 
 import importlib.util
