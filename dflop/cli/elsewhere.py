@@ -73,12 +73,23 @@ def emit_option(function: Callable) -> Callable:
     )(function)
 
 
-def print_in_words_of(framework: str, found: Any, baselines: Any, spec: Any, global_batch_size: int) -> None:
-    """Print the plan that was found as flags or config of a framework (`search.emit`)."""
-    from dflop.search.emit import emitted_text
+def print_in_words_of(
+    framework: str, found: Any, baselines: Any, spec: Any, config: Any, plan_file: Path | None
+) -> None:
+    """Print the plan that was found as flags or config of a framework (`search.emit`). Beside the plan's file, if it is
+    written, goes a file with the same."""
+    from dflop.base import written_whole
+    from dflop.search.emit import FRAMEWORKS, emitted_text
 
     others = [*found.candidates, *(baseline.priced for baseline in baselines if baseline.priced)]
-    click.echo("\n" + emitted_text(framework, found.best, others, spec, global_batch_size))
+    about = config.train.global_batch_size, config.model.trained
+    text = emitted_text(framework, found.best, others, spec, *about)
+    click.echo(f"\n{text}")
+    if plan_file:
+        kind = "yaml" if FRAMEWORKS[framework].is_config else "txt"
+        with written_whole(beside := plan_file.with_name(f"plan.{framework}.{kind}")) as path:
+            path.write_text(f"{text}\n", encoding="utf-8")
+        click.echo(f"\n{beside}: the same as a file")
 
 
 def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tuple[str, ...]) -> Path:

@@ -79,7 +79,7 @@ def plan_command(
     _echo_choice(out, best, cost_model, need)
     _echo_price(configs, best, baselines, num_samples=float(samples.times_drawn().sum()))
     if emit:
-        print_in_words_of(emit, found, baselines, spec, config.train.global_batch_size)
+        print_in_words_of(emit, found, baselines, spec, config, out)
     if not explain:  # which says the same in full
         _echo_notes(found, baselines, config)
 

@@ -28,7 +28,18 @@ _MATRIX = re.compile(r"\.lora_[AB]\.weight$")
 SETTINGS = "adapter_config.json"
 # What peft calls our settings, and further ones with the only value that we can go on from.
 _OURS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
-_PLAIN = {"peft_type": "LORA", "use_dora": False, "alpha_pattern": {}, "rank_pattern": {}, "layer_replication": None}
+_PLAIN = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "alpha_pattern": {},
+    "rank_pattern": {},
+    "layer_replication": None,
+    "bias": "none",
+    "lora_bias": False,
+    "alora_invocation_tokens": None,
+}
+# How adapters began, where the base model's weights stayed as they were: PiSSA and others change these, too.
+_BEGAN = (True, False, "gaussian")
 
 
 def is_adapter(name: str) -> bool:
@@ -61,6 +72,11 @@ def check_settings(folder: Path, lora: "Lora | None") -> None:
             raise UserError(
                 f"the adapter {folder} has `{key}` {json.dumps(found)}; only LoRA with one rank and one alpha is known"
             )
+    if (began := settings.get("init_lora_weights", True)) not in _BEGAN:
+        raise UserError(
+            f"the adapter {folder} has `init_lora_weights` {json.dumps(began)}, which changed the base model's weights "
+            "as well; save it with peft's `path_initial_model_for_weight_conversion`, as one of the model as it was"
+        )
     if lora is None:
         ours = {name: settings[key] for name, key in _OURS.items() if settings.get(key)}
         raise UserError(f"`model.adapter` is given and `model.lora` is not; set it to {_flow(ours)}, and its modules")

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dflop.base import UserError
 from dflop.models import ModelSpec
 from dflop.plan import Plan
+from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.search.candidate import Candidate
 from dflop.search.emitted import Emitted
 from dflop.search.emitters import FRAMEWORKS
@@ -20,7 +21,12 @@ __all__ = ["FRAMEWORKS", "Emitted", "emit", "emitted_text"]
 
 
 def emitted_text(
-    framework: str, chosen: Candidate, others: Iterable[Candidate], spec: ModelSpec, global_batch_size: int
+    framework: str,
+    chosen: Candidate,
+    others: Iterable[Candidate],
+    spec: ModelSpec,
+    global_batch_size: int,
+    trained: TrainedSet = EVERYTHING,
 ) -> str:
     """The chosen plan in a framework's flags or, where it cannot run that plan, the fastest of the others it can.
 
@@ -44,6 +50,16 @@ def emitted_text(
             f"the chosen plan, {chosen.plan}: {refusal}. The plan above is the fastest of those priced that it can "
             f"run: its expected step takes {used.step_s:.3g} s, {used.step_s / chosen.step_s - 1:.0%} more than "
             f"{chosen.step_s:.3g} s",
+        )
+    if trained != EVERYTHING:
+        parts = ", ".join(trained.named) or "all parts"
+        parts += f" but {', '.join(trained.frozen)}" if trained.frozen else ""
+        adapters = f", and adapters of rank {trained.lora.rank} in place of the weights of " if trained.lora else ""
+        emitted.beyond.insert(
+            0,
+            f"what is trained: the plan is priced with {parts} trained"
+            + (adapters + ", ".join(trained.lora.modules) if trained.lora else "")
+            + "; where more is trained it takes longer, and may not fit",
         )
     return emitted.to_text(about, used.plan)
 

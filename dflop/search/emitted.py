@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from dflop.models import ModelSpec
-from dflop.plan import Plan
+from dflop.plan import Grid, Plan
 
 __all__ = [
     "Emitted",
@@ -103,12 +103,33 @@ def encoders_beside(plan: Plan, spec: ModelSpec, why: str, *, recomputing_is_sai
         layout = f"{grid.module}: tp {grid.tp}, {stages}, {grid.dp} replicas"
         recomputing = f", recomputing {joined(recomputed)} of its {layers} layers, which no flag says"
         recomputing = recomputing if any(recomputed) and not recomputing_is_said else ""
+        llm = plan.grid("llm")
+        if (grid.sharding, grid.num_shards) != (llm.sharding, llm.num_shards):
+            sentences.append(
+                f"{grid.module}'s replicas share {_shared(grid)}, the LLM's {_shared(llm)}; what is said above is the "
+                "LLM's, and said of both it takes other memory and time than predicted"
+            )
         if plan.placement == "monolithic":
             where = "inside the LLM's first stage on the LLM's grid: put it into your model there"
             sentences.append(f"{layout}, {where}{recomputing}")
             continue
+        if plan.placement == "colocated" and (grid.layout, grid.pp, grid.dp) == (llm.layout, llm.pp, llm.dp):
+            where = "on the LLM's own mesh, so it fits; the plan encodes all media of a step before the LLM begins"
+            sentences.append(f"{layout}, {where}{recomputing}")
+            continue
         sentences.append(f"{layout} ({plan.placement}): {why}; it takes a grid and a loop of your own{recomputing}")
+    if (num_ranks := plan.grid("llm").num_ranks) < plan.world_size:
+        sentences.append(
+            f"devices: the sizes above are for {num_ranks} of the plan's {plan.world_size}. On all of them there is "
+            "another number of replicas, which also compute the encoders; the plan did not price that"
+        )
     return sentences
+
+
+def _shared(grid: Grid) -> str:
+    """What the replicas of a module share, in words."""
+    what = "parameters" if grid.gathers else "the optimiser's state"
+    return f"{what} among {grid.num_shards if grid.gathers else grid.dp}"
 
 
 def joined(counts: Sequence[int]) -> str:

@@ -27,8 +27,8 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         },
         beyond=[
             f"batches: `per_device_train_batch_size` {micro_batch} and `gradient_accumulation_steps` "
-            f"{plan.num_microbatches} are arguments of the trainer, not of this file",
-            "nodes: add `num_machines`, and on each of them `machine_rank` and `main_process_ip`",
+            f"{plan.num_microbatches} are arguments of the trainer",
+            "several nodes: add `num_machines`, and on each of them `machine_rank` and `main_process_ip`",
         ],
     )
     keys, beyond = emitted.flags, emitted.beyond

@@ -78,6 +78,8 @@ def test_a_stage_begins_with_pefts_values_beside_the_base_models(adapter, dtype,
         ({"use_rslora": True}, r"`model\.lora\.rslora` is false, but .* `use_rslora` true"),
         ({"peft_type": "IA3"}, r"has `peft_type` \"IA3\"; only LoRA"),
         ({"use_dora": True}, r"has `use_dora` true; only LoRA"),
+        ({"lora_bias": True}, r"has `lora_bias` true; only LoRA"),
+        ({"init_lora_weights": "pissa"}, r"has `init_lora_weights` \"pissa\", which changed the base model's weights"),
         ({"rank_pattern": {"q_proj": 2}}, r"has `rank_pattern` \{\"q_proj\": 2\}; only LoRA with one rank"),
     ],
 )

@@ -17,6 +17,7 @@ from dflop.cli import cli
 from dflop.config import ModelConfig
 from dflop.models import load_model_spec
 from dflop.plan import SCHEDULES, Grid, Plan
+from dflop.plan.trained import TrainedSet
 from dflop.search import Candidate
 from dflop.search.emit import FRAMEWORKS, Emitted, emit, emitted_text
 
@@ -116,6 +117,23 @@ def test_what_cannot_be_said_is_named(framework, plan):
     assert ("do not divide" in said) == (512 % plan.num_buckets > 0)
     # Replicas that keep whole parameters share the optimiser's state; torchtitan has no such thing.
     assert ("ZeRO-1" in said) == (framework == "torchtitan" and plan is not SHARED)
+
+
+@pytest.mark.parametrize("framework", ["megatron", "megatron_bridge", "ms_swift", "torchtitan", "automodel"])
+def test_devices_and_sharding_of_encoders_that_no_flag_has_are_named(framework):
+    assert "the sizes above are for 56 of the plan's 64" in " ".join(emit(framework, PIPELINE, SPEC, 512).beyond)
+    vision = Grid(module="vision", num_ranks=64)
+    said = " ".join(emit(framework, replace(SHARED, grids=(vision, SHARED.grid("llm"))), SPEC, 512).beyond)
+    assert "vision's replicas share the optimiser's state among 64, the LLM's parameters among 8" in said
+    same = " ".join(emit(framework, SHARED, SPEC, 512).beyond)
+    assert "replicas share" not in same
+    assert "the sizes above" not in same
+
+
+def test_an_encoder_on_the_llms_mesh_needs_no_loop_of_ones_own():
+    said = " ".join(emit("accelerate", replace(SHARED, placement="colocated"), SPEC, 512).beyond)
+    assert "on the LLM's own mesh" in said
+    assert "a loop of your own;" not in said
 
 
 def test_the_text_is_a_shell_command_with_comments():
@@ -462,3 +480,10 @@ def test_a_plan_that_a_framework_cannot_run_gives_way_to_the_fastest_it_can_and_
 def test_automodel_refuses_fewer_microbatches_than_stages():
     with pytest.raises(UserError, match="at least as many microbatches as stages, 4"):
         emit("automodel", replace(PIPELINE, num_microbatches=3), SPEC, 512)
+
+
+def test_what_the_plan_was_priced_to_train_is_said():
+    chosen = priced(SHARED, 1.0)
+    text = emitted_text("megatron", chosen, [], SPEC, 512, TrainedSet(named=("projector",), frozen=("vision.encoder",)))
+    assert "priced with projector but vision.encoder trained" in text
+    assert "what is trained" not in emitted_text("megatron", chosen, [], SPEC, 512)
