@@ -8,8 +8,7 @@
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make dist   builds the wheel and the source package into dist/: the same bytes from the same commit
-# make what-if   one page that answers without installation, docs/_build/what-if.html
-# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
+# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html. what-if.html there is one file
 # make lock   writes requirements.lock: the versions of constraints.txt with the hashes of their files
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
@@ -25,7 +24,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test test-unit test-serial test-all test-pythons test-torch211 test-slurm test-gpu fuzz screenshots
-.PHONY: dist docs what-if lock lint clean
+.PHONY: dist docs lock lint clean
 
 setup: $(STAMP)
 
@@ -96,8 +95,6 @@ dist: setup
 
 docs: setup
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
-
-what-if: setup
 	python docs/what_if.py
 
 # The lines before the first package say how to install by the lock; uv's own comments name the package that asks.

@@ -1,7 +1,7 @@
 """The what-if page: which layout, and what it takes, for a model, a card, a number of devices and a mix of data.
 
     python docs/what_if.py --search    # an hour of a core: every row of the table, into docs/what-if.json
-    make what-if                       # the page of that table, docs/_build/what-if.html: one file, no network
+    make docs                          # the page of that table, docs/_build/what-if.html: one file, no network
 
 Rows are searches with analytic costs of batches of eight samples a device; the page shows these rows and nothing
 between them.
