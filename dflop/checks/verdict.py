@@ -76,6 +76,8 @@ def judge(log: StepLog, batches: Batches | None = None, *, padded: bool = False)
         sentences=[f"{len(log.seconds)} steps of {log.source}, {median_s:.3g} s at the median"],
     )
     say = verdict.sentences.append
+    if log.notes:
+        say("of the log: " + "; ".join(log.notes))
     if verdict.slow_steps:
         listed = ", ".join(map(str, verdict.slow_steps[:8])) + (", …" if len(verdict.slow_steps) > 8 else "")
         say(

@@ -138,16 +138,18 @@ def test_padded_batches_cost_their_longest_sample_on_each_rank(tmp_path):
         judge(log, two, padded=True)
 
 
-def torchtitan_logs(folder: Path, tokens: np.ndarray, seconds: np.ndarray, fetching: np.ndarray) -> list[Path]:
+def torchtitan_logs(
+    folder: Path, tokens: np.ndarray, seconds: np.ndarray, fetching: np.ndarray, first: int = 1
+) -> list[Path]:
     """A file a rank; `tokens` are `[num_steps, num_ranks]`, and each step fetches two batches."""
     paths = []
     for rank in range(tokens.shape[1]):
         rows = []
-        for step, (all_s, fetch_s) in enumerate(zip(seconds.tolist(), fetching.tolist(), strict=True), 1):
+        for step, (all_s, fetch_s) in enumerate(zip(seconds.tolist(), fetching.tolist(), strict=True), first):
             of = {"rank": rank, "step": step}
             rows.append(of | {"log_type_name": "step_start"})
             rows += [of | {"log_type_name": "fetching_batch_end", "value": 500 * fetch_s}] * 2
-            value = float(tokens[step - 1, rank])
+            value = float(tokens[step - first, rank])
             rows.append(of | {"log_type_name": "metric_value", "event_name": "local_valid_tokens", "value": value})
             rows.append(of | {"log_type_name": "metric_value", "event_name": "loss", "value": 3.0})
             rows.append(of | {"log_type_name": "step_end", "value": 1000 * all_s})
@@ -169,43 +171,155 @@ def test_torchtitans_ranks_tell_the_most_that_balance_can_save(tmp_path):
     assert "bound by: the loader" in str(verdict)
 
 
+def trace_of(path: Path, wait: tuple[int, int], idle: tuple[int, int], rank: int | None = None, first: int = 5) -> Path:
+    """Four steps of 1,000 µs: the host waits for data during `wait`; the device has no work during `idle`."""
+    events = [{"ph": "M", "name": "process_name"}]
+    for step in range(4):
+
+        def add(name: str, category: str, first: int, last: int, at: int = 1000 * step) -> None:
+            events.append({"ph": "X", "name": name, "cat": category, "ts": at + first, "dur": last - first})
+
+        add(f"ProfilerStep#{step + first}", "user_annotation", 0, 1000)
+        add(f"ProfilerStep#{step + first}", "gpu_user_annotation", 50, 990)
+        if wait[1] > wait[0]:
+            add("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation", *wait)
+        add("gemm", "kernel", 0, idle[0])
+        add("ncclDevKernel_AllReduce", "kernel", idle[1], 1000)
+        add("gemm", "kernel", min(1000, idle[1] + 100), 1000)  # beside the other
+    process = {} if rank is None else {"distributedInfo": {"rank": rank}}
+    path.write_bytes(gzip.compress(json.dumps(process | {"traceEvents": events}).encode()))
+    return path
+
+
 def test_a_trace_tells_the_loader_from_the_device(tmp_path):
-    """Steps of 1,000 µs: the host waits for data from 100 on; the device has work up to 300, and from 600 on."""
-
-    def trace(loader_until: int, idle: tuple[int, int]) -> Path:
-        events = [{"ph": "M", "name": "process_name"}]
-        for step in range(4):
-            at = 1000 * step
-
-            def add(name: str, category: str, first: int, last: int, at: int = at) -> None:
-                events.append({"ph": "X", "name": name, "cat": category, "ts": at + first, "dur": last - first})
-
-            add(f"ProfilerStep#{step + 5}", "user_annotation", 0, 1000)
-            add(f"ProfilerStep#{step + 5}", "gpu_user_annotation", 50, 990)
-            add("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation", 100, loader_until)
-            add("gemm", "kernel", 0, idle[0])
-            add("ncclDevKernel_AllReduce", "kernel", idle[1], 1000)
-            add("gemm", "kernel", idle[1] + 100, 1000)  # beside the other
-        path = tmp_path / "trace.json.gz"
-        path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-        return path
-
-    verdict = judge(read_log([trace(500, (300, 600))]))
+    path = tmp_path / "trace.json.gz"
+    verdict = judge(read_log([trace_of(path, (100, 500), (300, 600))]))
     assert (verdict.waiting.value, verdict.busy.value) == pytest.approx((0.2, 0.7))  # 300 to 500 without work
     assert "the loader" in str(verdict)
     assert "cannot be told from this log" in str(verdict)
-    hidden = judge(read_log([trace(290, (300, 600))]))
+    hidden = judge(read_log([trace_of(path, (100, 290), (300, 600))]))
     assert hidden.waiting.value == pytest.approx(0)
     assert "bound by: the host: not the loader" in str(hidden)
     assert "collectives run for 40%" in str(hidden)
-    assert "bound by: the device" in str(judge(read_log([trace(290, (950, 960))])))
+    assert "bound by: the device" in str(judge(read_log([trace_of(path, (100, 290), (950, 960))])))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_traces_of_two_ranks_have_a_busy_share_each(tmp_path, known):
+    """Each device is busy for half of each step, one in its first half, the other in its second."""
+    ranks = (0, 1) if known else (None, None)
+    first = trace_of(tmp_path / "0.json.gz", (100, 290), (500, 1000), ranks[0])
+    other = trace_of(tmp_path / "1.json.gz", (100, 400), (0, 500), ranks[1])
+    log = read_log([first, other])
+    verdict = judge(log)
+    assert verdict.num_steps == 4
+    assert verdict.busy.value == pytest.approx(0.5)
+    assert verdict.waiting.value == pytest.approx(0.3)  # of the rank that waits most
+    assert "torch's profiler, 2 ranks" in str(verdict)
+    assert ("do not say their ranks" in str(verdict)) != known
+
+
+def test_traces_of_one_rank_are_pieces_of_its_run_or_refused(tmp_path):
+    pieces = [trace_of(tmp_path / f"{n}.json.gz", (0, 0), (300, 600), first=n) for n in (5, 15)]
+    assert read_log(pieces).step.tolist() == [5, 6, 7, 8, 15, 16, 17, 18]
+    same = [trace_of(tmp_path / f"same{n}.json.gz", (0, 0), (300, 600), rank=3) for n in range(2)]
+    with pytest.raises(UserError, match="both begin with step 5 of rank 3"):
+        read_log(same)
+
+
+def test_a_resumed_run_of_torchtitan_keeps_its_last_copies(tmp_path):
+    """The run goes on from step 61 of 80 in files of its own."""
+    rng = np.random.default_rng(4)
+    tokens, seconds = rng.integers(1000, 3000, (120, 2)), rng.uniform(1, 2, 120)
+    folders = [tmp_path / "b", tmp_path / "a"]
+    for folder in folders:
+        folder.mkdir()
+    first = torchtitan_logs(folders[0], tokens[:80], seconds[:80] + 5.0, np.full(80, 0.3))
+    resumed = torchtitan_logs(folders[1], tokens[60:], seconds[60:], np.full(60, 0.1), first=61)
+    log = read_log([*resumed, *first])
+    assert log.seconds == pytest.approx(np.concatenate([seconds[:60] + 5.0, seconds[60:]]))
+    assert log.data_s == pytest.approx(np.repeat([0.3, 0.1], 60))
+    assert log.loads["target tokens"].tolist() == tokens.sum(axis=1).tolist()
+    assert "40 rows of repeated steps are left out" in str(judge(log))
+    # A process that repeats steps in its own file.
+    for was, own in zip(first, resumed, strict=True):
+        was.write_text(was.read_text() + own.read_text())
+    again = read_log(first)
+    assert again.seconds == pytest.approx(log.seconds)
+    assert again.data_s == pytest.approx(log.data_s)
+
+
+def test_two_runs_of_torchtitan_are_refused(tmp_path):
+    tokens, seconds = np.full((30, 1), 1000), np.full(30, 1.0)
+    paths = []
+    for name in ("20250101-1200", "20250102-1200"):
+        (tmp_path / name).mkdir()
+        paths += torchtitan_logs(tmp_path / name, tokens, seconds, seconds / 10)
+    with pytest.raises(UserError, match="both begin with step 1 of rank 0") as refused:
+        read_log(paths)
+    assert all(str(path) in str(refused.value) for path in paths)
+
+
+def test_the_last_copy_of_a_step_counts_in_tables_and_automodels_logs(tmp_path):
+    tokens, seconds = made_steps(6, number=30)
+    again = range(20, 30)
+    rows = [{"step": n, "tps": tokens[n] / seconds[n], "num_tokens_per_step": tokens[n]} for n in range(30)]
+    slower = [rows[n] | {"tps": rows[n]["tps"] / 10} for n in again]
+    log = read_log([write_lines(tmp_path / "training.jsonl", rows[:20] + slower + rows[20:])])
+    assert log.seconds == pytest.approx(seconds)
+    rows = [{"step": n, "rank": r, "step_s": seconds[n], "num_tokens": 5 + r} for n in range(30) for r in range(2)]
+    slower = [row | {"step_s": 99.0, "num_tokens": 50} for row in rows[40:]]
+    log = read_log([write_lines(tmp_path / "steps.jsonl", rows[:40] + slower + rows[40:])])
+    assert log.seconds == pytest.approx(seconds)
+    assert log.loads["num_tokens"].tolist() == [11.0] * 30
+    assert log.rank_loads["num_tokens"].tolist() == [[5.0, 6.0]] * 30
+
+
+def test_files_of_two_formats_are_refused_with_their_names(tmp_path):
+    tokens, seconds = made_steps(0)
+    one, other = automodel_log(tmp_path / "a.jsonl", tokens, seconds), table_of(tmp_path / "b.csv", step_s=seconds)
+    with pytest.raises(UserError, match=r"a.jsonl is NeMo AutoModel's log, .*b.csv is a table of steps"):
+        read_log([one, other])
+
+
+def test_steps_with_a_missing_load_or_rank_are_left_out_and_counted(tmp_path):
+    tokens, seconds = made_steps(7)
+    rows = [{"step": n, "step_s": s, "num_tokens": t} for n, (t, s) in enumerate(zip(tokens, seconds, strict=True))]
+    del rows[0]["num_tokens"]
+    verdict = judge(read_log([write_lines(tmp_path / "steps.jsonl", rows)]))
+    assert verdict.num_steps == 200
+    assert verdict.explained.low < 0.7 < verdict.explained.high
+    assert "1 step without num_tokens left out of shapes" in str(verdict)
+    of_ranks = [row | {"rank": rank} for row in rows for rank in range(2)][:-1]
+    verdict = judge(read_log([write_lines(tmp_path / "ranks.jsonl", of_ranks)]))
+    assert verdict.num_steps == 199
+    assert "1 step without a row of each of 2 ranks left out" in str(verdict)
+    assert verdict.explained.low < 0.7 < verdict.explained.high
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "step\tstep_s\tnum_tokens\n0\t0.5\t7\n1\t0.25\t9\n",
+        "step;step_s;num_tokens\n0;0,5;7\n1;0,25;9\n",
+        "step;step_s;num_tokens\n0;0.5;7\n1;0.25;9\n",
+        'run 7\n# steps\n{"step": 0, "step_s": 0.5, "num_tokens": 7}\n{"step": 1, "step_s": 0.25, "num_tokens": 9}\n',
+    ],
+)
+def test_tables_with_other_separators_or_a_header_above_json_are_read(tmp_path, table):
+    path = tmp_path / "log"
+    path.write_text(table)
+    log = read_log([path])
+    assert (log.seconds.tolist(), log.loads["num_tokens"].tolist()) == ([0.5, 0.25], [7.0, 9.0])
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ('{"a": 1}\n{"b"\n{"c": 1}\n', "line 2 is no JSON"),
-        ("step,loss\n1,2.0\n", "of no known format"),
+        ("step,loss\n1,2.0\n", r"of no known format \(it has step, loss\).*step_s, seconds, step_time_s"),
+        ('{"global_step": 2, "log_history": [{"loss": 1.0, "step": 1}]}', "trainer_state.json has no times of steps"),
+        ("a\0b", "is no text"),
         ("", "is no table"),
         ("[1, 2]", "holds no records"),
         ('{"step_s": 0.0}\n{"step_s": 0.0}\n', "no step has a time above 0"),
@@ -229,6 +343,8 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_shapes_need_steps_and_load
         read_batches(write_lines(tmp_path / "shapes.jsonl", [{"step": 1, "words": 5}]))
     with pytest.raises(UserError, match="does not exist"):
         read_log([tmp_path / "none"])
+    with pytest.raises(UserError, match="is no file"):
+        read_log([tmp_path])
 
 
 def test_the_command_prints_the_verdict(tmp_path, capsys):
