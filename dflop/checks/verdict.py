@@ -20,6 +20,8 @@ __all__ = ["Share", "Verdict", "judge"]
 # Nothing is said of shapes with fewer ordinary steps, or of a run whose steps are less often ordinary, or with loads
 # that vary less.
 _LEAST_STEPS, _LEAST_ORDINARY, _LEAST_VARIATION = 20, 0.75, 0.005
+# Seconds that vary by a smaller share are constant.
+_LEAST_SECONDS = 1e-6
 # A step is set aside when it is so many deviations (as of a normal distribution) and this share beyond the others.
 _FAR, _FAR_SHARE = 6.0, 0.05
 # A wait of a smaller share is none; a device with work for a larger share of the time is what bounds the run.
@@ -36,7 +38,7 @@ class Share:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.0%} (90 %: {self.low:.0%} to {self.high:.0%})"
+        return f"{_percent(self.value)} (90 %: {_percent(self.low)} to {_percent(self.high)})"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,15 +81,20 @@ def judge(log: StepLog, batches: Batches | None = None, *, padded: bool = False)
     if log.notes:
         say("of the log: " + "; ".join(log.notes))
     if verdict.slow_steps:
+        number = len(verdict.slow_steps)
         listed = ", ".join(map(str, verdict.slow_steps[:8])) + (", …" if len(verdict.slow_steps) > 8 else "")
         say(
-            f"set aside: steps {listed}, {len(verdict.slow_steps)} in all, far beyond the others; their excess is "
-            f"{verdict.slow:.0%} of all time: compiling, saving, evaluating, or a loader that stalled"
+            f"{number} step{'s' if number > 1 else ''} set aside ({listed}), far beyond the others; their excess is "
+            f"{_percent(verdict.slow)} of all time: compiling, saving, evaluating, or a loader that stalled"
         )
-    say("shapes: " + _on_shapes(verdict, log, loads, names, ordinary, rng))
+    say("shapes: " + _on_shapes(verdict, log, batches, loads, names, ordinary, rng))
     say("balance: " + _on_balance(verdict, log, batches, loads, ordinary, padded, rng))
     say("bound by: " + _on_bounds(verdict, log, rng))
     return verdict
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
 
 
 def _loads_of(log: StepLog, batches: Batches | None, padded: bool) -> tuple[np.ndarray, list[str]]:
@@ -151,20 +158,35 @@ def _share(number: int, of: Callable[[np.ndarray], float], rng: np.random.Genera
     return Share(of(np.arange(number)), float(low), float(high))
 
 
-def _on_shapes(verdict, log, loads, names, ordinary, rng) -> str:
+def _on_shapes(verdict, log, batches, loads, names, ordinary, rng) -> str:
     if not names:
         return "cannot be told from this log, which has none; --shapes names a table of the steps' samples"
-    steps = np.flatnonzero(ordinary & np.isfinite(loads).all(axis=1))
+    known = np.isfinite(loads).all(axis=1)
+    if batches and not known.any():
+        of_shapes = f"{min(batches.costs)} to {max(batches.costs)}"
+        return f"cannot be told: --shapes has steps {of_shapes}, the log {log.step.min():.0f} to {log.step.max():.0f}"
+    without = ""
+    if batches and not known.all():
+        without = (
+            f"; {(~known).sum()} of {len(known)} steps of the log are not in --shapes, or not with all ranks and loads"
+        )
+    return _explained(verdict, log, loads, names, ordinary, known, rng) + without
+
+
+def _explained(verdict, log, loads, names, ordinary, known, rng) -> str:
+    steps = np.flatnonzero(ordinary & known)
     if len(steps) < _LEAST_STEPS:
         return f"cannot be told from {len(steps)} ordinary steps with shapes; {_LEAST_STEPS} are needed"
     if ordinary.mean() < _LEAST_ORDINARY:
-        return f"cannot be told: {(~ordinary).mean():.0%} of the steps are far beyond the others"
+        return f"cannot be told: {_percent((~ordinary).mean())} of the steps are far beyond the others"
     seconds, loads = log.seconds[steps], loads[steps]
     variation = loads.std(axis=0) / np.maximum(loads.mean(axis=0), 1e-300)
     if variation.max() < _LEAST_VARIATION:
-        return f"cannot be told: {' and '.join(names)} vary by {variation.max():.2%} from step to step"
+        return f"cannot be told: {' and '.join(names)} vary by {_percent(variation.max(), 2)} from step to step"
+    if seconds.std() < _LEAST_SECONDS * seconds.mean():
+        return "cannot be told: all ordinary steps take the same time"
     verdict.explained = _share(len(steps), lambda drawn: _fit(seconds[drawn], loads[drawn])[0], rng)
-    own = f"{seconds.std() / seconds.mean():.0%} of a step"
+    own = f"{_percent(seconds.std() / seconds.mean())} of a step"
     if verdict.explained.low < 0.02:
         return (
             f"{' and '.join(names)} explain {verdict.explained} of the variation between ordinary steps ({own}): not "
@@ -229,7 +251,8 @@ def _on_bounds(verdict, log: StepLog, rng) -> str:
         slow = " A stalled loader would be among the steps set aside" if verdict.slow_steps else ""
         if verdict.busy and verdict.busy.low > _IS_BUSY:
             return f"the device, which has work for {verdict.busy} of the time{collective}"
-        return f"cannot be told from this log, which has no waits for data.{slow}"
+        busy = f"; the device has work for {verdict.busy} of the time{collective}" if verdict.busy else ""
+        return f"cannot be told from this log, which has no waits for data{busy}.{slow}"
     verdict.waiting = part(log.data_s)
     if verdict.waiting.low >= _LEAST_WAIT:
         return f"the loader: steps wait for data for {verdict.waiting} of the time"

@@ -93,11 +93,11 @@ def test_too_few_steps_equal_loads_and_steps_that_are_rarely_ordinary_tell_nothi
     few = judge(read_log([automodel_log(tmp_path / "few.jsonl", tokens[:10], seconds[:10])]))
     assert "cannot be told from 10 ordinary steps" in str(few)
     even = judge(read_log([automodel_log(tmp_path / "even.jsonl", np.full(200, 4096.0), seconds)]))
-    assert "cannot be told: tokens vary by 0.00%" in str(even)
+    assert "cannot be told: tokens vary by 0.00 %" in str(even)
     bursts = seconds + np.where(np.arange(200) % 3 == 0, np.random.default_rng(0).uniform(10, 50, 200), 0)
     verdict = judge(read_log([automodel_log(tmp_path / "bursts.jsonl", tokens, bursts)]))
     assert verdict.explained is None
-    assert "34% of the steps are far beyond" in str(verdict)
+    assert "34 % of the steps are far beyond" in str(verdict)
 
 
 def pairs_of(seed: int) -> tuple[list[dict], np.ndarray, np.ndarray]:
@@ -200,8 +200,13 @@ def test_a_trace_tells_the_loader_from_the_device(tmp_path):
     hidden = judge(read_log([trace_of(path, (100, 290), (300, 600))]))
     assert hidden.waiting.value == pytest.approx(0)
     assert "bound by: the host: not the loader" in str(hidden)
-    assert "collectives run for 40%" in str(hidden)
+    assert "collectives run for 40 %" in str(hidden)
     assert "bound by: the device" in str(judge(read_log([trace_of(path, (100, 290), (950, 960))])))
+
+
+def test_a_trace_without_marks_of_a_loader_still_says_how_busy_the_device_is(tmp_path):
+    log = read_log([trace_of(tmp_path / "trace.json.gz", (0, 0), (300, 600))])
+    assert "no waits for data; the device has work for 70 %" in str(judge(log))
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -297,6 +302,19 @@ def test_steps_with_a_missing_load_or_rank_are_left_out_and_counted(tmp_path):
     assert verdict.explained.low < 0.7 < verdict.explained.high
 
 
+def test_shapes_of_other_steps_are_told_with_both_ranges(tmp_path):
+    rows, _, seconds = pairs_of(0)
+    log = read_log([table_of(tmp_path / "steps.csv", step_s=seconds)])
+    later = [row | {"step": row["step"] + 1000} for row in rows]
+    said = str(judge(log, read_batches(write_lines(tmp_path / "later.jsonl", later))))
+    assert "--shapes has steps 1000 to 1149, the log 0 to 149" in said
+    del rows[0]["llm_tokens"]
+    rows = [row for row in rows if (row["step"], row["rank"]) != (1, "host1")]
+    verdict = judge(log, read_batches(write_lines(tmp_path / "shapes.jsonl", rows)))
+    assert "2 of 150 steps of the log are not in --shapes" in str(verdict)
+    assert verdict.saved is not None
+
+
 @pytest.mark.parametrize(
     "table",
     [
@@ -311,6 +329,15 @@ def test_tables_with_other_separators_or_a_header_above_json_are_read(tmp_path, 
     path.write_text(table)
     log = read_log([path])
     assert (log.seconds.tolist(), log.loads["num_tokens"].tolist()) == ([0.5, 0.25], [7.0, 9.0])
+
+
+def test_constant_times_and_one_slow_step_are_told_in_plain_words(tmp_path):
+    tokens, _ = made_steps(8)
+    seconds = np.full(200, 0.5)
+    seconds[0] = 9.0
+    said = str(judge(read_log([table_of(tmp_path / "steps.csv", step_s=seconds, num_tokens=tokens)])))
+    assert "all ordinary steps take the same time" in said
+    assert "1 step set aside (0), far beyond" in said
 
 
 @pytest.mark.parametrize(
