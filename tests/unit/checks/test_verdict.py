@@ -3,7 +3,9 @@
 import gzip
 import json
 import random
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -383,3 +385,20 @@ def test_the_command_prints_the_verdict(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("150 steps of a table of steps, ")
     assert "dealt by `dflop.BalancedBatchSampler`, would save" in said
+
+
+def test_the_callback_on_the_page_writes_a_log_that_is_read(tmp_path, monkeypatch):
+    page = Path(__file__).parents[3] / "docs/how-to/ten-minutes.md"
+    names: dict = {}
+    exec(re.search(r"```python\n(import json.*?)```", page.read_text(), re.DOTALL)[1], names)
+    monkeypatch.chdir(tmp_path)
+    for rank in range(2):
+        callback, args = names["StepSeconds"](), SimpleNamespace(process_index=rank)
+        callback.on_train_begin(args, None, None)
+        for step in range(1, 4):
+            callback.on_step_begin(args, None, None)
+            callback.on_step_end(args, SimpleNamespace(global_step=step), None)
+    log = read_log([tmp_path / f"steps.{rank}.jsonl" for rank in range(2)])
+    assert log.source == "a table of steps, 2 ranks"
+    assert log.step.tolist() == [1, 2, 3]
+    assert (log.data_s < log.seconds).all()
