@@ -14,7 +14,7 @@ import polars as pl
 
 from dflop.checks.log_files import LogFile, Records
 
-__all__ = ["FORMATS", "LOADS", "SECONDS", "is_number", "load_columns"]
+__all__ = ["FORMATS", "LOADS", "SECONDS", "first_names", "is_number", "load_columns"]
 
 SECONDS = ("step_s", "seconds", "step_time_s", "step_time", "time_metrics/end_to_end(s)")
 LOADS = ("tokens", "items", "pixels", "patches", "images", "frames", "windows")
@@ -93,7 +93,7 @@ class _Spans:
 
 def _of_torchtitan(file: LogFile) -> pl.DataFrame | None:
     """A process has a file. Spans' ends say their milliseconds; a step's batches are fetched one by one."""
-    if "log_type_name" not in file.records[0]:
+    if "log_type_name" not in first_names(file.records):
         return None
     seconds, data, tokens = {}, defaultdict(float), defaultdict(float)
     tables = {("fetching_batch_end", None): data, ("metric_value", "local_valid_tokens"): tokens}
@@ -142,7 +142,7 @@ def _of_automodel(file: LogFile) -> pl.DataFrame | None:
 
 def _of_table(file: LogFile) -> pl.DataFrame | None:
     """A row a step or, with a column `rank`, a row a step and rank."""
-    first = file.records[0]
+    first = first_names(file.records)
     seconds_name = next((name for name in SECONDS if name in first), None)
     if seconds_name is None:
         return None
@@ -165,6 +165,11 @@ FORMATS = {
     "NeMo AutoModel's log": _of_automodel,
     "a table of steps": _of_table,
 }
+
+
+def first_names(records: Records) -> list[str]:
+    """The names in the first records, of which one may be a header, e.g. of the run's settings."""
+    return list(dict.fromkeys(name for record in records[:5] for name in record))
 
 
 def load_columns(rows: Records) -> list[str]:

@@ -15,7 +15,7 @@ import polars as pl
 
 from dflop.base import UserError
 from dflop.checks.log_files import LogFile, open_log
-from dflop.checks.log_formats import FORMATS, LOADS, SECONDS, is_number, load_columns
+from dflop.checks.log_formats import FORMATS, LOADS, SECONDS, first_names, is_number, load_columns
 
 __all__ = ["Batches", "StepLog", "read_batches", "read_log"]
 
@@ -83,7 +83,7 @@ def _read(file: LogFile) -> tuple[str, pl.DataFrame]:
             f"{file.path}: Hugging Face's trainer_state.json has no times of steps; have a callback write them "
             "(docs/how-to/ten-minutes.md has one), or record a trace with torch's profiler"
         )
-    names = list(file.records[0])
+    names = first_names(file.records)
     listed = ", ".join(map(str, names[:12])) + (", …" if len(names) > 12 else "")
     raise UserError(
         f"{file.path}: of no known format (it has {listed}); it must be a trace of torch's profiler with its marks of "

@@ -172,7 +172,8 @@ def verdict_command(logs: tuple[Path, ...], shapes: Path | None, padded: bool) -
     """Say of a run of another trainer, by its log, what shapes explain, what balance would save and what bounds it.
 
     LOGS are traces of torch's profiler or torchtitan's structured logs (a file a rank), NeMo AutoModel's
-    training.jsonl, or tables with `step_s` and, where known, `data_s` and loads such as `num_tokens`. Shares have intervals of 90 %.
+    training.jsonl, or tables with `step_s` and, where known, `data_s` and loads such as `num_tokens`. Shares have
+    intervals of 90 %.
     """
     from dflop.checks.step_logs import read_batches, read_log
     from dflop.checks.verdict import judge

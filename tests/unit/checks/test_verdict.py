@@ -323,6 +323,7 @@ def test_shapes_of_other_steps_are_told_with_both_ranges(tmp_path):
         "step\tstep_s\tnum_tokens\n0\t0.5\t7\n1\t0.25\t9\n",
         "step;step_s;num_tokens\n0;0,5;7\n1;0,25;9\n",
         "step;step_s;num_tokens\n0;0.5;7\n1;0.25;9\n",
+        '{"run": 7}\n{"step": 0, "step_s": 0.5, "num_tokens": 7}\n{"step": 1, "step_s": 0.25, "num_tokens": 9}\n',
         'run 7\n# steps\n{"step": 0, "step_s": 0.5, "num_tokens": 7}\n{"step": 1, "step_s": 0.25, "num_tokens": 9}\n',
     ],
 )
