@@ -222,7 +222,8 @@ def priced(row: Row) -> Price:
         share = 1.0 if is_llm else 1 / row.encoder_shares
         frames.append(points.measurements.with_columns(pl.col("seconds") * share, tp=as_tp))
         sizes.append(points.parameters.with_columns(tp=as_tp))
-    fitted = fit_model(median_points(pl.concat(frames)), pl.concat(sizes, how="diagonal_relaxed"), "analytic")
+    # As if measured: these frameworks repeat a recomputed layer to its end, where torch now stops early.
+    fitted = fit_model(median_points(pl.concat(frames)), pl.concat(sizes, how="diagonal_relaxed"), "measured")
     costs = replace(fitted, overhead_bytes=device.overhead_bytes, allocator_share=device.allocator_share)
     cluster = ClusterConfig(
         device="cuda",
