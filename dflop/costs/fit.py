@@ -8,8 +8,8 @@ so that relative errors count, and weighted down where they are outliers of a no
 
 The backward of a recomputed layer takes the time of another layer's backward and forward together. Where costs are
 measured, recomputed layers have no fit of their own: the noise between two fits is as large as the time of recomputing
-one layer. Counted costs have no noise, and know what is not repeated: what an eager layer computes behind the last
-tensor that backward needs, and pointwise results of a compiled layer that is recomputed as a whole.
+one layer. Counted costs have no noise, and count what is recomputed: torch stops an eager layer at the last tensor that
+backward reads, so its last matrix product is not repeated.
 
 Whole stages (`whole`: embedding to loss, at depths between the fitted ones, some with recomputed layers) are kept out
 of every fit. The error of their predictions is `fit_error`.

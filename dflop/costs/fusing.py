@@ -45,9 +45,7 @@ class Fuser:
     def num_traced(self) -> int:
         return len(self._traced)
 
-    def __call__(
-        self, forward: Callable[..., Any], config: Mapping[str, bool] = MappingProxyType({})
-    ) -> Callable[..., Any]:
+    def __call__(self, forward: Callable[..., Any], config: Mapping[str, bool] = _DEFAULT) -> Callable[..., Any]:
         layer = forward.__self__
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +90,8 @@ class Fuser:
 
 
 def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a layer. What lies between its compiled pieces is kept: attention's results, and what the
+    projections ahead of attention read (views are never kept, but the tensors that they are views of)."""
     attention = next((node for node in joint.graph.nodes if "attn" in str(node.target)), None)
     if attention is not None:
         kept = [attention, *attention.users]

@@ -52,15 +52,7 @@ def emitted_text(
             f"{chosen.step_s:.3g} s",
         )
     if trained != EVERYTHING:
-        parts = ", ".join(trained.named) or "all parts"
-        parts += f" but {', '.join(trained.frozen)}" if trained.frozen else ""
-        adapters = f", and adapters of rank {trained.lora.rank} in place of the weights of " if trained.lora else ""
-        emitted.beyond.insert(
-            0,
-            f"what is trained: the plan is priced with {parts} trained"
-            + (adapters + ", ".join(trained.lora.modules) if trained.lora else "")
-            + "; where more is trained it takes longer, and may not fit",
-        )
+        emitted.beyond.insert(0, _of_trained(trained))
     return emitted.to_text(about, used.plan)
 
 
@@ -81,6 +73,15 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
     emitted = FRAMEWORKS[framework].flags_of(plan, spec, micro_batch)
     emitted.beyond += _of_batches(plan, global_batch_size, micro_batch)
     return emitted
+
+
+def _of_trained(trained: TrainedSet) -> str:
+    parts = ", ".join(trained.named) or "all parts"
+    if trained.frozen:
+        parts += f" but {', '.join(trained.frozen)}"
+    if trained.lora:
+        parts += f", and adapters of rank {trained.lora.rank} in {', '.join(trained.lora.modules)},"
+    return f"what is trained: the plan is priced with {parts} trained; where more is trained it may not fit"
 
 
 def _of_batches(plan: Plan, global_batch_size: int, micro_batch: int) -> list[str]:

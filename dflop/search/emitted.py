@@ -106,8 +106,8 @@ def encoders_beside(plan: Plan, spec: ModelSpec, why: str, *, recomputing_is_sai
         llm = plan.grid("llm")
         if (grid.sharding, grid.num_shards) != (llm.sharding, llm.num_shards):
             sentences.append(
-                f"{grid.module}'s replicas share {_shared(grid)}, the LLM's {_shared(llm)}; what is said above is the "
-                "LLM's, and said of both it takes other memory and time than predicted"
+                f"{grid.module}'s replicas share {_shared(grid)}, the LLM's {_shared(llm)}; what stands above gives "
+                "both the LLM's sharding, which takes other memory and time than predicted"
             )
         if plan.placement == "monolithic":
             where = "inside the LLM's first stage on the LLM's grid: put it into your model there"

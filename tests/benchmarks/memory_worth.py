@@ -41,10 +41,7 @@ def main() -> None:
     print(f"python {' '.join(sys.argv)}\n\ntorch's   ours  endless  of torch's: ours, endless", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for preset in arguments.only:
-            folder = (arguments.artifacts or Path(name)) / preset
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / f"{preset}.costs.duckdb").exists():
-                planner.write_costs(folder, preset)
+            folder = planner.folder_with_costs(preset, arguments.artifacts or Path(name))
             planner.write_mix(arguments.shapes, folder, preset)
             spec = planner.read_inputs(folder, preset, 8, 64)[1]
             torchs, ours = (costs_of(spec, is_torchs=is_torchs) for is_torchs in (True, False))

@@ -135,6 +135,15 @@ def write_costs(folder: Path, preset: str) -> None:
     dflop("fit-costs", *files, "--out", folder / f"{preset}.costs.duckdb")
 
 
+def folder_with_costs(preset: str, folder: Path) -> Path:
+    """The preset's folder in this one, with its costs, which are made where they are missing."""
+    own = folder / preset
+    own.mkdir(parents=True, exist_ok=True)
+    if not (own / f"{preset}.costs.duckdb").exists():
+        write_costs(own, preset)
+    return own
+
+
 def write_mix(tables: Path, folder: Path, preset: str) -> None:
     spec = load_model_spec(load_config(write_config(folder, preset, 8, 64)).model)
     shard = folder / f"{preset}.mix.parquet"

@@ -56,10 +56,7 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as name:
         for preset in arguments.only:
-            folder = (arguments.artifacts or Path(name)) / preset
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / f"{preset}.costs.duckdb").exists():
-                planner.write_costs(folder, preset)
+            folder = planner.folder_with_costs(preset, arguments.artifacts or Path(name))
             for mix in arguments.mixes:
                 planner.SHARES = MIXES[mix]
                 planner.write_mix(arguments.shapes, folder, preset)
