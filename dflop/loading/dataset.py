@@ -21,12 +21,14 @@ from torch.utils.data import Dataset
 from dflop.base import UserError
 from dflop.config import DataConfig
 from dflop.loading.decoding import MediaDecoder
+from dflop.loading.shared_samples import SampleGroup, row_runs, shared_features, shared_keys
 from dflop.models import SOUND_RATE_HZ, ModelSpec, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, MediumLayout, Movable, SegmentEnds, TextBatch
 from dflop.shapes.manifests import Source, SourceRecords
 from dflop.shapes.reader import MediumShape, MediumSize, PlacedText, ShapeReader, expand_text, place_positions
 from dflop.shapes.record_media import Medium, RecordError
 from dflop.shapes.records import Record, parse_record
+from dflop.shapes.shares import pieces_of
 from dflop.shapes.text import ChatTokenizer
 
 __all__ = [
@@ -56,6 +58,10 @@ class MicrobatchJob:
     `media` holds the profiled sizes of a sample's media, and `llm_tokens` all its tokens in the LLM. `kept_tokens` (how
     many of its media tokens the sample keeps after truncation) and `encoder_rank` (which replica encodes its media)
     have one number per encoder.
+
+    A row may be a share of a sample: `shares` then has (share, degree), and `kept_tokens` are those of the share's own
+    media, of the `whole_kept` of all encoders. `shares` is empty where no sample of the microbatch is shared. For the
+    LLM, `group` says how the replica's neighbours share samples of this microbatch with it; None if they share none.
     """
 
     samples: tuple[SampleRef, ...]
@@ -63,6 +69,13 @@ class MicrobatchJob:
     kept_tokens: tuple[tuple[int, ...], ...]
     llm_tokens: tuple[int, ...]
     encoder_rank: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[int, int], ...] = ()
+    whole_kept: tuple[int, ...] = ()
+    group: SampleGroup | None = None
+
+    def all_kept(self) -> list[int]:
+        """How many of its media tokens each whole sample keeps."""
+        return list(self.whole_kept) or [sum(kept) for kept in self.kept_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +181,10 @@ class MicrobatchLoader(Dataset):
         layouts: list[tuple[MediumLayout, ...]] = []
         unreadable: list[str] = []
         undecodable: list[int] = []
-        for place, (ref, sizes, kept) in enumerate(zip(job.samples, job.media, job.kept_tokens, strict=True)):
-            sample = self._profiled(ref, sizes, sum(kept))
-            numbers = [number for number, medium in enumerate(sample.record.media) if medium.kind in kinds]
+        for place, (ref, sizes, kept) in enumerate(zip(job.samples, job.media, job.all_kept(), strict=True)):
+            sample = self._profiled(ref, sizes, kept)
+            share, degree = job.shares[place] if job.shares else (0, 1)
+            pieces = pieces_of(sample.shapes, kinds, degree)[share]
             layouts.append(
                 tuple(
                     MediumLayout(
@@ -181,7 +195,7 @@ class MicrobatchLoader(Dataset):
                         grid=shape.count.grid,
                         frame_s=shape.frame_us / 1e6,
                     )
-                    for shape in (sample.shapes[number] for number in numbers)
+                    for shape in (piece.of(sample.shapes[piece.medium]) for piece in pieces)
                 )
             )
             if self.processor is None:
@@ -193,10 +207,11 @@ class MicrobatchLoader(Dataset):
             decoder = MediaDecoder(self.processor, self.reader.data.video, limits, unreadable, blank)
             try:
                 decoded = decoder.items_of(
-                    [sample.record.media[number] for number in numbers],
-                    [sizes[number] for number in numbers],
+                    [sample.record.media[piece.medium] for piece in pieces],
+                    [sizes[piece.medium] for piece in pieces],
                     sample.media_root,
                     [medium.num_items for medium in layouts[-1]],
+                    [piece.frames(sample.shapes[piece.medium]) for piece in pieces],
                 )
             except RecordError as error:
                 raise UserError(_changed(ref, str(error))) from None
@@ -230,10 +245,11 @@ class MicrobatchLoader(Dataset):
 
     def _text(self, job: MicrobatchJob) -> TextBatch:
         samples = [
-            self._profiled(ref, sizes, sum(kept))
-            for ref, sizes, kept in zip(job.samples, job.media, job.kept_tokens, strict=True)
+            self._profiled(ref, sizes, kept)
+            for ref, sizes, kept in zip(job.samples, job.media, job.all_kept(), strict=True)
         ]
         texts = self.tokenizer.encode([sample.placed.turns for sample in samples])
+        runs = row_runs(job.llm_tokens, job.group)
         ids, targets, positions = [], [], []
         for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
             token_ids, is_target = expand_text(text, sample.placed.num_tokens, self.max_llm_tokens)
@@ -244,25 +260,35 @@ class MicrobatchLoader(Dataset):
             targets.append(is_target)
             if self.reader.rules.num_position_axes > 1:
                 positions.append(place_positions(text, sample.placed, self.reader.rules, self.max_llm_tokens))
-        token_ids, is_target = np.concatenate(ids), np.concatenate(targets)
-        # The token at position i is predicted from position i - 1; a segment's first token is never a target.
-        learned = np.flatnonzero(is_target)
-        position_ids, segment_ends = segments_of(job.llm_tokens)
+        # The token at position i is predicted from position i - 1, which another replica may have. A sample's first
+        # token is never a target.
+        next_ids, is_learned = ([np.append(own[1:], own[0] * 0) for own in each] for each in (ids, targets))
+        position_ids, segment_ends = segments_of(job.llm_tokens, job.group)
+        learned = np.flatnonzero(_in_runs(is_learned, runs))
+        token_ids, next_ids = _in_runs(ids, runs), _in_runs(next_ids, runs)
+        shared = None
+        if job.group:
+            slots = [self._slots(own) for own in ids]
+            shared = shared_features(runs, slots, job.kept_tokens, job.encoder_rank, job.group)
         return TextBatch(
             token_ids=torch.from_numpy(token_ids),
-            position_ids=torch.from_numpy(np.concatenate(positions, axis=1)) if positions else position_ids,
+            position_ids=torch.from_numpy(_in_runs(positions, runs)) if positions else position_ids,
             segment_ends=segment_ends,
-            feature_positions=self._feature_positions(job, token_ids),
-            target_positions=torch.from_numpy(learned - 1),
-            target_ids=torch.from_numpy(token_ids[learned]),
+            feature_positions=() if shared else self._feature_positions(job, token_ids),
+            target_positions=torch.from_numpy(learned),
+            target_ids=torch.from_numpy(next_ids[learned]),
+            shared_features=shared,
         )
+
+    def _slots(self, token_ids: np.ndarray) -> list[np.ndarray]:
+        """The positions of media tokens, by encoder."""
+        ids = self.tokenizer.placeholder_ids
+        return [np.flatnonzero(np.isin(token_ids, [ids[kind] for kind in own.kinds])) for own in self.encoders]
 
     def _feature_positions(self, job: MicrobatchJob, token_ids: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Where features go in the packed text: for each replica of each encoder, int64 [num_features]."""
         positions = []
-        for place, encoder in enumerate(self.encoders):
-            placeholders = [self.tokenizer.placeholder_ids[kind] for kind in encoder.kinds]
-            slots = np.flatnonzero(np.isin(token_ids, placeholders))
+        for place, (encoder, slots) in enumerate(zip(self.encoders, self._slots(token_ids), strict=True)):
             replica = np.repeat([ranks[place] for ranks in job.encoder_rank], job.llm_tokens)[slots]
             positions += [torch.from_numpy(slots[replica == number]) for number in range(encoder.num_replicas)]
         return tuple(positions)
@@ -293,11 +319,21 @@ def microbatch_loader(
     )
 
 
-def segments_of(llm_tokens: Sequence[int]) -> tuple[torch.Tensor, SegmentEnds]:
+def segments_of(llm_tokens: Sequence[int], group: SampleGroup | None = None) -> tuple[torch.Tensor, SegmentEnds]:
     """For samples of `llm_tokens` tokens, packed in a row: each token's position in its sample, int64 [num_tokens], and
-    where each sample ends."""
-    positions = np.concatenate([np.arange(length) for length in llm_tokens])
-    return torch.from_numpy(positions), SegmentEnds(list(itertools.accumulate(llm_tokens)))
+    where each sample ends. Of samples that the `group` shares, the replica has its shares."""
+    runs = row_runs(llm_tokens, group)
+    positions = np.concatenate([np.arange(own.start, own.stop) for of_row in runs for own in of_row])
+    ends = list(itertools.accumulate(sum(map(len, own)) for own in runs))
+    return torch.from_numpy(positions), SegmentEnds(ends, keys=shared_keys(runs, group) if group else None)
+
+
+def _in_runs(of_samples: Sequence[np.ndarray], runs: Sequence[Sequence[range]]) -> np.ndarray:
+    """What stands in these runs of samples' values [..., num_tokens], one after the other."""
+    parts = zip(of_samples, runs, strict=True)
+    return np.concatenate(
+        [np.asarray(values)[..., own.start : own.stop] for values, of_row in parts for own in of_row], axis=-1
+    )
 
 
 def _stacked(items: list[np.ndarray], processor: MediaProcessor) -> torch.Tensor:

@@ -52,10 +52,16 @@ class MediaDecoder:
     blank: list[Medium]
 
     def items_of(
-        self, media: Sequence[Medium], sizes: Sequence[MediumSize], root: Path, num_items: Sequence[int]
+        self,
+        media: Sequence[Medium],
+        sizes: Sequence[MediumSize],
+        root: Path,
+        num_items: Sequence[int],
+        frames: Sequence[range] | None = None,
     ) -> list[np.ndarray]:
         """The items of each medium, [num_items, *item_shape of the processor], as many as `num_items` says where it is
-        blank. All media are of the same encoder.
+        blank. All media are of the same encoder. Only these `frames` of a clip, among those that were profiled, are
+        used; by default all.
 
         Raises:
             RecordError: missing_media or path_escape.
@@ -65,8 +71,9 @@ class MediaDecoder:
         shown = {number: picture for number, picture in pictures.items() if picture is not None}
         made = dict(zip(shown, self.processor.images(list(shown.values())), strict=True)) if shown else {}
         for number, (medium, size) in known:
-            if medium.kind == "video" and (frames := self._frames(medium, resolve_medium(root, medium), size)):
-                made[number] = self.processor.frames(frames)
+            numbers = frames[number] if frames else range(size.num_frames)
+            if medium.kind == "video" and (own := self._frames(medium, resolve_medium(root, medium), size, numbers)):
+                made[number] = self.processor.frames(own, size.num_frames)
             if medium.kind == "audio":
                 samples = self._sound(medium, resolve_medium(root, medium), size)
                 if samples is not None:
@@ -110,26 +117,28 @@ class MediaDecoder:
         self.unreadable.append(f"{medium.file}: {why}; nothing is learned from its sample")
         self.blank.append(medium)
 
-    def _frames(self, medium: Medium, file: Path | Embedded, size: MediumSize) -> list[Image.Image] | None:
-        """As many frames as were profiled; None if the clip is blank. If decoding ends early, the last frame is
-        repeated, and that is reported."""
+    def _frames(
+        self, medium: Medium, file: Path | Embedded, size: MediumSize, numbers: range
+    ) -> list[Image.Image] | None:
+        """The frames of these `numbers` among those that were profiled; None if there are none. If decoding ends early,
+        the last frame is repeated, and that is reported."""
         frames: list[Image.Image] = []
         why = "it has no more"
         try:
-            frames += self._decoded_frames(file, size)
+            frames += self._decoded_frames(file, size, numbers)
         except RecordError as error:
             why = _why(error, file)
             if isinstance(error, TookTooLong):  # how far it came depends on how busy the machine is
                 frames.clear()
         if not frames:
             return self._say_blank(medium, f"no frame could be decoded: {why}")
-        if len(frames) < size.num_frames:
-            decoded = f"{len(frames)} of {size.num_frames} frames could be decoded: {why}"
+        if len(frames) < len(numbers):
+            decoded = f"{len(frames)} of {len(numbers)} frames could be decoded: {why}"
             self.unreadable.append(f"{file}: {decoded}; the last one is repeated")
-        return frames + [frames[-1]] * (size.num_frames - len(frames))
+        return frames + [frames[-1]] * (len(numbers) - len(frames))
 
-    def _decoded_frames(self, file: Path | Embedded, size: MediumSize) -> Iterator[Image.Image]:
-        """The frames that are used, at most as many as were profiled, in the size that was profiled."""
+    def _decoded_frames(self, file: Path | Embedded, size: MediumSize, numbers: range) -> Iterator[Image.Image]:
+        """The frames of these `numbers` among those that are used, in the size that was profiled."""
         self.limits.check_time(file.name)
         with ExitStack() as opened:
             container = opened.enter_context(open_clip(file, self.limits))
@@ -143,7 +152,7 @@ class MediaDecoder:
             container.streams.video[0].thread_type = "AUTO"
             packets = self.limits.in_time(file.name, container.demux(video=0))
             is_said = False
-            for frame in _frames_at(packets, iter(wanted[: size.num_frames])):
+            for frame in _frames_at(packets, iter(wanted[numbers.start : numbers.stop])):
                 found = (frame.width, frame.height)
                 if found != size.pixels and not is_said:
                     said = f"{file}: frames of {found} pixels, it was profiled with {tuple(size.pixels)}"

@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 
 from dflop.base.torch_versions import grouped_queries
 from dflop.models.microbatch import SegmentEnds
+from dflop.models.shared_samples import keys_and_values
 
 __all__ = ["PACKED", "OneSegment", "is_hopper", "kernel_name", "packed_attention"]
 
@@ -27,6 +29,8 @@ PACKED = "dflop_packed"
 # The packages whose `flash_attn_varlen_func` is used, the fastest first. The first one runs on Hopper only.
 _FLASH = {"flash-attn 3": "flash_attn_interface", "flash-attn 2": "flash_attn"}
 
+# How many queries a mask is made for at a time, where keys are more than queries.
+_QUERIES_AT_ONCE = 1024
 # Where torch's kernel for fp32 that keeps no matrix of a segment's squared length needs as many key-value heads as
 # queries. CPUs have one that does not.
 _REPEATS_HEADS_ON = {"cuda"}
@@ -73,52 +77,78 @@ def packed_attention(
     is_causal: bool = True,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention inside each segment, causal or full.
+    """Attention inside each segment, causal or full. Where samples are shared with other replicas (`SharedKeys`), each
+    segment of queries attends to one of keys, with the last query at the last key.
 
     `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` [1, num_kv_heads, num_tokens, head_dim]. Returns
     [1, num_tokens, num_heads, head_dim], and None for the attention weights.
     """
     assert attention_mask is None, "packed sequences carry no mask: the segments are the mask"
+    key_ends = queries = segment_ends
+    if segment_ends.keys is not None:
+        queries, key_ends = segment_ends.keys.queries, segment_ends.keys.keys
+        key, value = keys_and_values(key, value, segment_ends.keys)
     # Fake tensors have no values: only what the kernel for all segments computes and keeps matters.
     is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
     if is_fake or _has_varlen(query.device, value.dtype):
         assert not dropout, "the variable-length kernels have no dropout"
-        return _varlen(query, key, value, segment_ends, scaling, is_causal), None
-    attended, end = [], 0
+        return _varlen(query, key, value, queries, key_ends, scaling, is_causal), None
+    attended, end, key_end = [], 0, 0
     # Adjacent segments of the same length, such as windows, are computed as a batch.
-    for length, group in itertools.groupby(end - start for start, end in itertools.pairwise([0, *segment_ends.ends])):
-        start, count = end, len(list(group))
-        end = start + count * length
-        batch = [
-            tensor[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value)
+    for (length, key_length), group in itertools.groupby(zip(_lengths(queries), _lengths(key_ends), strict=True)):
+        start, key_start, count = end, key_end, len(list(group))
+        end, key_end = start + count * length, key_start + count * key_length
+        batch = [query[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1)]
+        batch += [
+            tensor[0, :, key_start:key_end].unflatten(1, (count, key_length)).transpose(0, 1) for tensor in (key, value)
         ]
         if query.device.type in _REPEATS_HEADS_ON:
             batch = [tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in batch]
-        is_grouped = batch[0].shape[1] != batch[1].shape[1]
-        made = scaled_dot_product_attention(
-            *batch, dropout_p=dropout, is_causal=is_causal, scale=scaling, enable_gqa=is_grouped
-        )
+        how = {"dropout_p": dropout, "scale": scaling, "enable_gqa": batch[0].shape[1] != batch[1].shape[1]}
+        if length == key_length or not is_causal:
+            made = scaled_dot_product_attention(*batch, is_causal=is_causal, **how)
+        else:
+            made = _behind_others(*batch, how)
         attended.append(made.transpose(0, 1).flatten(1, 2))
     # `cat` copies even a single segment, so that the memory does not depend on how a microbatch is cut into segments.
     return torch.cat(attended, dim=1).transpose(0, 1).unsqueeze(0), None
+
+
+def _lengths(ends: SegmentEnds) -> list[int]:
+    return [end - start for start, end in itertools.pairwise([0, *ends.ends])]
+
+
+def _behind_others(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+    """Causal attention of queries [..., num_queries, head_dim] that are the last ones of the keys' sequence, some of
+    them at a time, as torch's kernel for it takes the mask as a tensor."""
+    before, made = key.shape[-2] - query.shape[-2], []
+    for start in range(0, query.shape[-2], _QUERIES_AT_ONCE):
+        own = query[..., start : start + _QUERIES_AT_ONCE, :]
+        num_keys = before + start + own.shape[-2]
+        mask = torch.ones(own.shape[-2], num_keys, dtype=torch.bool, device=query.device).tril(before + start)
+        made.append(
+            scaled_dot_product_attention(own, key[..., :num_keys, :], value[..., :num_keys, :], attn_mask=mask, **how)
+        )
+    return torch.cat(made, dim=-2)
 
 
 def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segment_ends: SegmentEnds,
+    queries: SegmentEnds,
+    keys: SegmentEnds,
     scaling: float | None,
     is_causal: bool,
 ) -> torch.Tensor:
     is_fake = isinstance(query, (FakeTensor, FunctionalTensor))
-    bounds, longest = segment_ends.bounds, segment_ends.longest
+    bounds, longest = (queries.bounds, keys.bounds), (queries.longest, keys.longest)
     if isinstance(query, FunctionalTensor):
-        bounds = query.new_empty(0, dtype=torch.int32)  # a trace would hold the values
+        bounds = (query.new_empty(0, dtype=torch.int32),) * 2  # a trace would hold the values
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     flash = None if is_fake else _flash_attention(is_hopper(query.device))[1]
     if flash is not None:
-        attended = flash(*packed, bounds, bounds, longest, longest, softmax_scale=scaling, causal=is_causal)
+        attended = flash(*packed, *bounds, *longest, softmax_scale=scaling, causal=is_causal)
         if isinstance(attended, tuple):  # early versions of flash-attn 3 return log-sum-exps as well
             attended = attended[0]
     else:
@@ -127,10 +157,8 @@ def _varlen(
         window = (-1, 0) if is_causal else (-1, -1)
         attended = varlen_attn(
             *packed,
-            bounds,
-            bounds,
-            longest,
-            longest,
+            *bounds,
+            *longest,
             scale=scaling,
             window_size=window,
             **grouped_queries(varlen_attn),

@@ -12,9 +12,21 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from PIL import Image
 
-__all__ = ["EncoderBatch", "MediaProcessor", "MediumLayout", "Movable", "PixelValues", "SegmentEnds", "TextBatch"]
+__all__ = [
+    "EncoderBatch",
+    "Exchange",
+    "MediaProcessor",
+    "MediumLayout",
+    "Movable",
+    "PixelValues",
+    "SegmentEnds",
+    "SharedFeatures",
+    "SharedKeys",
+    "TextBatch",
+]
 
 
 class Movable:
@@ -46,16 +58,54 @@ class SegmentEnds(Movable):
     """Where the segments of a row end, on the host and on the device.
 
     `ends` are the positions. `bounds` is int32 [num_segments + 1], as kernels take it: 0, and then the ends. `longest`
-    is the length of the longest segment. It is no dataclass, since torch.compile would specialise on its values.
+    is the length of the longest segment. If segments attend to tokens that other replicas have, `keys` says to which.
+    It is no dataclass, since torch.compile would specialise on its values.
     """
 
-    def __init__(self, ends: list[int], bounds: torch.Tensor | None = None) -> None:
-        self.ends = ends
+    def __init__(self, ends: list[int], bounds: torch.Tensor | None = None, keys: "SharedKeys | None" = None) -> None:
+        self.ends, self.keys = ends, keys
         self.bounds = torch.tensor([0, *ends], dtype=torch.int32) if bounds is None else bounds
         self.longest = max((end - start for start, end in itertools.pairwise([0, *ends])), default=0)
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        return SegmentEnds(self.ends, change(self.bounds))
+        return SegmentEnds(self.ends, change(self.bounds), self.keys and self.keys.with_each(change))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange(Movable):
+    """Rows of a tensor that replicas send to each other. `rows` int64 [num_sent] are those that this one sends, ordered
+    by receiver; `num_sent` and `num_received` are how many go to and come from each replica of the `group`."""
+
+    rows: torch.Tensor
+    num_sent: tuple[int, ...]
+    num_received: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedKeys(Movable):
+    """What the tokens of a microbatch attend to where some of its samples are shared with other replicas.
+
+    Queries come in `queries`: whole samples, and the runs of shares. Each attends to one segment of `keys`, with the
+    causal mask at its end. `rows` int64 [num_keys] says where each key is: a token of the microbatch, or behind these a
+    row that came with the `exchange`.
+    """
+
+    queries: SegmentEnds
+    keys: SegmentEnds
+    rows: torch.Tensor
+    exchange: Exchange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedFeatures(Movable):
+    """Where features go that replicas exchange first. `rows` int64 [num_features] are among those of all encoders'
+    replicas, one after the other, and behind them those that came with the `exchange`; `positions` int64 [num_features]
+    are their places in the packed text."""
+
+    exchange: Exchange
+    rows: torch.Tensor
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +139,8 @@ class MediaProcessor(Protocol):
     def images(self, images: list[Image.Image]) -> list[np.ndarray]:
         """The items of each of a sample's pictures."""
 
-    def frames(self, frames: list[Image.Image]) -> np.ndarray:
-        """The items of a clip's frames."""
+    def frames(self, frames: list[Image.Image], num_frames: int | None = None) -> np.ndarray:
+        """The items of frames of a clip, of which `num_frames` are used in all, by default these."""
 
     def sound(self, samples: np.ndarray) -> np.ndarray:
         """The items of a sound, whose samples are float32 [num_samples] at 16 kHz."""
@@ -143,13 +193,13 @@ class EncoderBatch(Movable):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextBatch(Movable):
-    """The packed samples of one microbatch.
+    """The packed samples of one microbatch, or the shares of samples that this replica has.
 
     `token_ids` is [num_tokens]. `position_ids`, which restart at each segment, are [num_tokens], or [num_axes,
     num_tokens] for an LLM with several position axes. `segment_ends` says where each sample ends. `feature_positions`
     says where the encoders' features go: one tensor [num_features] for each replica of the first encoder, then for each
-    of the second, and so on. `target_positions` [num_targets] are the positions whose next token is learned, and
-    `target_ids` [num_targets] are these next tokens.
+    of the second, and so on. `shared_features` says so instead where samples are shared. `target_positions`
+    [num_targets] are the positions whose next token is learned, and `target_ids` [num_targets] are these next tokens.
     """
 
     token_ids: torch.Tensor
@@ -158,3 +208,4 @@ class TextBatch(Movable):
     feature_positions: tuple[torch.Tensor, ...]
     target_positions: torch.Tensor
     target_ids: torch.Tensor
+    shared_features: SharedFeatures | None = None

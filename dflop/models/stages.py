@@ -20,6 +20,7 @@ from dflop.models.adapter_files import is_adapter
 from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
 from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.shared_samples import place_features
 from dflop.models.tensor_group import Shard
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
@@ -236,11 +237,13 @@ class LlmStage(Stage):
     def embed(self, batch: TextBatch, features: list[torch.Tensor]) -> torch.Tensor:
         """Token embeddings [1, num_tokens, feature_size], with the encoders' `features` put in their positions.
 
-        `features` are [num_features, feature_size], one for each of the batch's `feature_positions`.
+        `features` are [num_features, feature_size], one for each replica of each encoder.
         """
         hidden = self.hf.model.language_model.embed_tokens(batch.token_ids)
         if self.num_deepstack:
             hidden = pad(hidden, (0, self.num_deepstack * hidden.shape[-1]))
+        if batch.shared_features is not None:
+            return place_features(hidden, features, batch.shared_features).unsqueeze(0)
         for positions, values in zip(batch.feature_positions, features, strict=True):
             if len(positions):
                 hidden = hidden.index_copy(0, positions, values.to(hidden.dtype))

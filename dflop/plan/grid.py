@@ -37,6 +37,8 @@ class Grid:
     sharding: str = PLAIN_SHARDING
     # For `hybrid` only: the number of replicas, those of one node, that divide a copy of the parameters among them.
     shards: int | None = None
+    # Context parallelism: a long sample may be computed by up to so many neighbouring replicas, a power of two.
+    cp: int = 1
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp) < 1:
@@ -53,6 +55,25 @@ class Grid:
         if self.sharding not in SHARDINGS:
             raise UserError(f"{self.module}: sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}")
         SHARDINGS[self.sharding].check(self)
+        self._check_cp()
+
+    def _check_cp(self) -> None:
+        if self.cp < 1 or self.cp & (self.cp - 1) or self.dp % self.cp:
+            powers = [1 << exponent for exponent in range(self.dp.bit_length()) if self.dp % (1 << exponent) == 0]
+            raise UserError(
+                f"{self.module}: cp={self.cp}, the most replicas that compute a sample together, must be a power of "
+                f"two that divides dp={self.dp}: use {', '.join(map(str, powers))}"
+            )
+        if self.cp > 1 and self.module != "llm":
+            raise UserError(
+                f"{self.module}: cp={self.cp}; only the LLM has it: an encoder's replicas share a long sample's frames "
+                "wherever the LLM's do"
+            )
+        if self.gathers and self.num_shards % self.cp and self.cp % self.num_shards:
+            raise UserError(
+                f"{self.module}: cp={self.cp} and shards={self.num_shards}: replicas meet in groups of both sizes, so "
+                "one must divide the other"
+            )
 
     @property
     def layout(self) -> LayoutKey:
@@ -72,6 +93,11 @@ class Grid:
     def gathers(self) -> bool:
         """Whether replicas gather parameters, and so communicate in every layer."""
         return SHARDINGS[self.sharding].gathers and self.num_shards > 1
+
+    @property
+    def num_meeting(self) -> int:
+        """The number of neighbouring replicas that meet in every layer, because they share parameters or samples."""
+        return max(self.num_shards, self.cp)
 
     def first_rank(self, pp_stage: int, dp_rank: int) -> int:
         """Global rank of tp rank 0 of one replica of a stage."""

@@ -148,6 +148,7 @@ class Plan:
                     "recomputed": list(grid.recomputed) or None,
                     "sharding": grid.sharding,
                     "shards": grid.shards,
+                    "cp": grid.cp,
                 }
                 for grid in self.grids
             },
@@ -165,6 +166,7 @@ class Plan:
             f"{grid.module} tp{grid.tp} pp{grid.pp} dp{grid.dp}"
             + (f" (layers {_joined(grid.layers)})" if grid.layers else "")
             + (f" (sharding {grid.sharding}{in_node(grid)})" if grid.sharding != PLAIN_SHARDING else "")
+            + (f" (samples over up to {grid.cp})" if grid.cp > 1 else "")
             for grid in self.grids
         )
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""

@@ -51,7 +51,7 @@ def loads_of(module: str, shapes: SampleShapes) -> Loads:
     if module != "llm":
         return Loads(shapes.items_of(module).astype(float), nothing, shapes.sum_sq_of(module), nothing)
     tokens = shapes.llm_tokens.astype(float)
-    return Loads(nothing, tokens, tokens**2, shapes.target_tokens.astype(float))
+    return Loads(nothing, tokens, shapes.sum_sq_tokens, shapes.target_tokens.astype(float))
 
 
 class StageCosts:

@@ -28,7 +28,8 @@ class StepSchedule:
     `slots` [2, num_pipeline_ranks, num_microbatches] say where encoders compute in plans that fill bubbles with them
     (`placements.bubble_filled`); None for the order that all batches share.
     `encoder_rank`, `num_items`, `sum_sq_items` and `kept_tokens` are [num_samples, num_encoders] in the order of
-    `encoders`; the other arrays over samples are [num_samples].
+    `encoders`; the other arrays over samples are [num_samples]. Where samples are shared by replicas, each share is a
+    row (`SampleShapes.degree`), and the shares of a sample are on neighbouring replicas in the same microbatch.
     `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean over ranks.
     `num_beyond_memory` counts faster assignments that were not taken because they do not fit into memory.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside the measured range) are
@@ -63,6 +64,9 @@ class StepSchedule:
     deciding_s: float
     slots: np.ndarray | None = None
     sum_sq_items: np.ndarray | None = None
+    degree: np.ndarray | None = None
+    share: np.ndarray | None = None
+    whole_tokens: np.ndarray | None = None
     corrections_version: int = 0
     measures: bool = False
 
@@ -71,6 +75,25 @@ class StepSchedule:
         """The shapes of the step's samples, in the schedule's order."""
         named = [item.name for item in fields(SampleShapes) if item.name != "mixture"]  # what is drawn is no mixture
         return SampleShapes(**{name: getattr(self, name) for name in named})
+
+    def shared_samples(self) -> list[list[int]]:
+        """The rows of each sample that is shared, by share; samples in an order that is the same in each of their
+        replicas."""
+        if self.degree is None:
+            return []
+        found: dict[tuple[int, ...], list[int]] = {}
+        count: dict[tuple[int, ...], int] = {}
+        for row in np.flatnonzero(self.degree > 1).tolist():
+            first = int(self.llm_dp_rank[row] - self.share[row])
+            own = int(self.microbatch[row]), first, int(self.degree[row]), int(self.share[row])
+            count[own] = count.get(own, 0) + 1
+            found.setdefault((*own[:3], count[own]), []).append(row)
+        return list(found.values())
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples, each of which may have several rows."""
+        return len(self.sample_id) if self.share is None else int((self.share == 0).sum())
 
     @property
     def assignment(self) -> Assignment:
@@ -157,6 +180,9 @@ def schedule_of(
         llm_tokens=sorted_shapes.llm_tokens,
         target_tokens=sorted_shapes.target_tokens,
         media=sorted_shapes.media,
+        degree=sorted_shapes.degree,
+        share=sorted_shapes.share,
+        whole_tokens=sorted_shapes.whole_tokens,
         forward_s=lasting_s(pricer.plan, times.forward_s),
         backward_s=lasting_s(pricer.plan, times.backward_s),
         extrapolated=pricer.extrapolated(shapes, assignment),

@@ -155,7 +155,7 @@ class ShapeReader:
         if len(sizes) != len(record.media):
             raise RecordError("bad_record", f"{len(record.media)} media, {len(sizes)} were profiled")
         num_images = sum(medium.kind == "image" for medium in record.media)
-        return [self._stored(medium.kind, size, num_images) for medium, size in zip(record.media, sizes, strict=True)]
+        return [self.stored(medium.kind, size, num_images) for medium, size in zip(record.media, sizes, strict=True)]
 
     def place_media(self, record: Record, shapes: Sequence[MediumShape]) -> PlacedText:
         """The record's text with its media in it.
@@ -209,7 +209,8 @@ class ShapeReader:
         num_samples = -(-round(seconds * rate_hz) * SOUND_RATE_HZ // rate_hz)
         return self._sound(min(num_samples, _MOST))._replace(seconds=seconds, rate_hz=rate_hz)
 
-    def _stored(self, kind: str, size: MediumSize, num_images: int) -> MediumShape:
+    def stored(self, kind: str, size: MediumSize, num_images: int) -> MediumShape:
+        """The shape of a medium whose size was stored, in a sample with `num_images` pictures."""
         if kind == "image":
             return self._image(size.pixels, num_images)
         if kind == "video":

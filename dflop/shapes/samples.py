@@ -81,6 +81,9 @@ class SampleShapes:
     `num_items`, `sum_sq_items` (`models.ItemCount`) and `kept_tokens` (what truncation leaves of the items' tokens) are
     [num_samples, num_encoders], all other arrays [num_samples]. `sum_sq_items` is None if every encoder's items attend
     to the same number of items. `media` is needed by training only, and is None for shapes that come from no file.
+
+    A row may be a share of a sample (`shares`): that number `share` of `degree` (both [num_samples]), with the number
+    of the whole sample's LLM tokens in `whole_tokens`. The three are None where all rows are whole samples.
     """
 
     encoders: tuple[str, ...]
@@ -93,6 +96,9 @@ class SampleShapes:
     target_tokens: np.ndarray
     media: MediaSizes | None = None
     sum_sq_items: np.ndarray | None = None
+    degree: np.ndarray | None = None
+    share: np.ndarray | None = None
+    whole_tokens: np.ndarray | None = None
     mixture: Mixture | None = None  # None: an epoch draws each sample once
 
     def __len__(self) -> int:
@@ -128,6 +134,28 @@ class SampleShapes:
         if self.sum_sq_items is None:
             return np.zeros(len(self))
         return self.sum_sq_items[:, self.encoders.index(encoder)]
+
+    @property
+    def sum_sq_tokens(self) -> np.ndarray:
+        """What causal attention of each row costs, as the squared length of a sample that costs as much. A share's run
+        from token a to b attends to all before b: b^2 - a^2."""
+        if self.degree is None:
+            return self.llm_tokens.astype(float) ** 2
+        return np.sum([ends.astype(float) ** 2 - starts.astype(float) ** 2 for starts, ends in self._runs()], axis=0)
+
+    @property
+    def foreign_tokens(self) -> np.ndarray:
+        """Tokens of other shares whose keys and values each row attends to, those of both of its runs counted twice,
+        [num_samples]."""
+        if self.degree is None:
+            return np.zeros(len(self))
+        return np.where(self.degree > 1, np.sum([ends for _, ends in self._runs()], axis=0) - self.llm_tokens, 0.0)
+
+    def _runs(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Where the two runs of each row begin and end; those of a whole sample are its halves."""
+        whole, cuts = self.whole_tokens, 2 * self.degree
+        places = (self.share, cuts - 1 - self.share)
+        return [(place * whole // cuts, (place + 1) * whole // cuts) for place in places]
 
     def kept_by(self, encoder: str) -> np.ndarray:
         """Tokens of each sample that the LLM gets from one encoder, [num_samples]."""

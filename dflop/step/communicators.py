@@ -73,6 +73,8 @@ def _groups_of(grid: Grid, is_tied: bool) -> Iterator[tuple[int, ...]]:
     divided = {(grid.tp, 1), (replicas, grid.tp)}
     if grid.num_shards > 1:
         divided |= {(shards, grid.tp), (replicas, shards)}
+    if grid.cp > 1:
+        divided.add((grid.cp * grid.tp, grid.tp))
     if is_tied and grid.module == "llm" and grid.pp > 1:  # the ends of its pipeline
         divided.add((grid.num_ranks, grid.num_ranks - replicas))
     if grid.dp == 1:  # groups of one rank

@@ -110,7 +110,7 @@ def compile_plan(plan: Plan, trained: TrainedSet = EVERYTHING, slots: np.ndarray
             has_bridges and is_llm and is_first,
             encoders.index(stage.module) if has_bridges and not is_llm and is_last else -1,
             trained.has_backward(stage),
-            plan.grid(stage.module).num_shards,
+            plan.grid(stage.module).num_meeting,
             stage.num_groups if PLACEMENTS[plan.placement].fills_bubbles else 1,
             track_of(stage.pp_stage, plan.grid(stage.module).pp),
         )

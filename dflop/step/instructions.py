@@ -129,6 +129,8 @@ class Program:
     num_microbatches: int
     # Among how many replicas each module's parameters are divided.
     num_shards: Mapping[str, int]
+    # Up to how many replicas compute a sample together, by module.
+    cp: Mapping[str, int]
     instructions: tuple[tuple[Instruction, ...], ...]
 
 
@@ -148,6 +150,7 @@ def make_program(
         edges=writer.edges,
         num_microbatches=plan.num_microbatches,
         num_shards={grid.module: grid.num_shards for grid in plan.grids},
+        cp={grid.module: grid.cp for grid in plan.grids},
         instructions=tuple(writer.list_of(worker, order) for worker in range(len(writer.workers))),
     )
 

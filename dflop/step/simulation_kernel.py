@@ -41,7 +41,7 @@ __all__ = [
 # - BRIDGE_IN: 1 for the LLM's first stage, where bridges end. BRIDGE_OUT: for an encoder's last stage, where bridges
 #   begin, the number of the encoder; -1 elsewhere.
 # - HAS_BACKWARD: 1, or 0 for stages of frozen encoders.
-# - SHARED: how many neighbouring replicas share parameters, and so wait for each other in each pass; 1 where none do.
+# - SHARED: how many neighbouring replicas share parameters or samples, and so wait for each other in each pass; else 1.
 # - PARTS: the replicas come in so many equal parts, each with its own order.
 # - TRACK: that of the edges to the next stage of the same module (`routes.Edge`).
 NUM_COLUMNS = 12

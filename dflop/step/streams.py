@@ -279,9 +279,9 @@ class _World:
 
     def _computed_together(self, item: Instruction) -> Hashable:
         """What all workers have in common that compute together: those of the replicas of a stage in a sync of
-        gradients, those of the replicas that share parameters in every pass, else those of one node."""
+        gradients, those of the replicas that share parameters or samples in every pass, else those of one node."""
         node = self._program.nodes[item.node]
-        num_replicas = (
-            len(self._program.nodes) if item.op is Op.SYNC_GRADIENTS else self._program.num_shards[node.module]
-        )
+        num_replicas = max(self._program.num_shards[node.module], self._program.cp[node.module])
+        if item.op is Op.SYNC_GRADIENTS:
+            num_replicas = len(self._program.nodes)
         return item.op, node.module, node.pp_stage, node.dp_rank // num_replicas, item.microbatch

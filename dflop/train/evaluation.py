@@ -48,7 +48,7 @@ class Evaluation:
         ]
         self._instructions = [item for item in topology.instructions if item.op.is_forward]
         forwards = forwards_that_read(topology.instructions, topology, model)
-        stream = JobStream(self, lambda slots: forwards, range(num_batches))
+        stream = JobStream(self, lambda slots: forwards, range(num_batches), topology.program.cp["llm"])
         self._loader = load_again_and_again(config, plan, model, stream)
 
     def get(self, number: int) -> StepSchedule:

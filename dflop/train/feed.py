@@ -20,12 +20,13 @@ import torch.distributed as dist
 from dflop.base import UserError
 from dflop.config import Config
 from dflop.loading.dataset import MicrobatchJob, SampleRef
+from dflop.loading.shared_samples import SampleGroup, SharedSample
 from dflop.schedule import BatchScheduler, MeasuredStep, StepSchedule
 from dflop.schedule.service import ScheduleService, open_scheduler
 from dflop.shapes.reader import MediumSize
 from dflop.step import Node
 
-__all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "samples_of"]
+__all__ = ["JobStream", "ScheduleFeed", "SchedulePublisher", "sample_group", "samples_of"]
 
 _FAILED = b"failed: "
 _JOIN_S = 5.0
@@ -179,12 +180,13 @@ class JobStream:
     """What a rank's nodes load, step after step, as a sampler for torch's DataLoader.
 
     `forwards(slots)` gives node and microbatch of each of the rank's forwards that reads records, in their order with a
-    step's slots (`StepSchedule.slots`).
+    step's slots (`StepSchedule.slots`). `cp` is that of the LLM's grid.
     """
 
     feed: Schedules
     forwards: Callable[[np.ndarray | None], tuple[tuple[Node, int], ...]]
     steps: range
+    cp: int = 1
 
     @property
     def num_forwards(self) -> int:
@@ -196,12 +198,12 @@ class JobStream:
         for step in self.steps if self.num_forwards else ():
             schedule = self.feed.get(step)
             for node, microbatch in self.forwards(schedule.slots):
-                yield node, job_of(schedule, node, microbatch)
+                yield node, job_of(schedule, node, microbatch, self.cp)
 
 
-def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob:
+def job_of(schedule: StepSchedule, node: Node, microbatch: int, cp: int = 1) -> MicrobatchJob:
     """What one node loads for one microbatch: for the LLM all samples of its replica, for an encoder those that this
-    replica encodes.
+    replica encodes. `cp` is that of the LLM's grid.
 
     Raises:
         UserError: when the schedule holds no sizes of media.
@@ -209,6 +211,13 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob
     if schedule.media is None:
         raise UserError("shapes.duckdb holds no sizes of media; make it again with `dflop profile-shapes`")
     chosen = samples_of(schedule, node, microbatch)
+    shares, whole_kept, llm_tokens = (), (), schedule.llm_tokens
+    if schedule.degree is not None:
+        all_kept = schedule.kept_tokens.sum(axis=1)
+        for rows in schedule.shared_samples():
+            all_kept[rows] = all_kept[rows].sum()
+        shares = tuple(zip(schedule.share[chosen].tolist(), schedule.degree[chosen].tolist(), strict=True))
+        whole_kept, llm_tokens = tuple(all_kept[chosen].tolist()), schedule.whole_tokens
     return MicrobatchJob(
         samples=tuple(
             SampleRef(str(source), int(row))
@@ -216,9 +225,29 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int) -> MicrobatchJob
         ),
         media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in schedule.media[chosen].of_each()),
         kept_tokens=tuple(map(tuple, schedule.kept_tokens[chosen].tolist())),
-        llm_tokens=tuple(schedule.llm_tokens[chosen].tolist()),
+        llm_tokens=tuple(llm_tokens[chosen].tolist()),
         encoder_rank=tuple(map(tuple, schedule.encoder_rank[chosen].tolist())),
+        shares=shares,
+        whole_kept=whole_kept,
+        group=sample_group(schedule, node, microbatch, cp) if node.module == "llm" else None,
     )
+
+
+def sample_group(schedule: StepSchedule, node: Node, microbatch: int, cp: int) -> SampleGroup | None:
+    """How an LLM replica and its neighbours, `cp` in all, share samples in a microbatch; None if they share none."""
+    begin = node.dp_rank - node.dp_rank % cp
+    rows = np.flatnonzero(samples_of(schedule, node, microbatch)).tolist()
+    samples = tuple(
+        SharedSample(
+            first=int(schedule.llm_dp_rank[shares[0]]) - begin,
+            num_tokens=int(schedule.whole_tokens[shares[0]]),
+            kept_tokens=tuple(map(tuple, schedule.kept_tokens[shares].tolist())),
+            row=next((rows.index(row) for row in shares if row in rows), None),
+        )
+        for shares in schedule.shared_samples()
+        if schedule.microbatch[shares[0]] == microbatch and begin <= schedule.llm_dp_rank[shares[0]] < begin + cp
+    )
+    return SampleGroup(cp, node.dp_rank - begin, samples) if samples else None
 
 
 def samples_of(schedule: StepSchedule, node: Node, microbatch: int):

@@ -37,6 +37,7 @@ def rank_groups(program: Program, *, is_tied: bool = True) -> dict[tuple[str, st
     - `tensor`: the ranks that carry a node together, where there are several.
     - `replicas`: the ranks that hold the same part of the same stage.
     - `shards`: the replicas that share one copy of a stage's parameters, where they do.
+    - `samples`: the replicas of the LLM that may compute a sample together, where there are several.
     - `copies`: the replicas with the same share of the parameters, where there are several copies.
     - `ends`: the two ends of the LLM's pipeline in each replica, where they are on different ranks and the LLM's head
       is tied to its embedding (`is_tied`).
@@ -53,6 +54,9 @@ def rank_groups(program: Program, *, is_tied: bool = True) -> dict[tuple[str, st
         found["tensor", module] = [of_node for nodes in of_stage.values() for of_node in nodes if len(of_node) > 1]
         found["replicas", module] = replicas
         found["shards", module] = rows if num_shards > 1 else []
+        cp = program.cp[module]
+        shared = [alike[first : first + cp] for alike in replicas for first in range(0, len(alike), cp)]
+        found["samples", module] = shared if cp > 1 else []
         found["copies", module] = columns if 1 < num_shards < len(replicas[0]) else []
         if module == "llm" and is_tied:
             ends = zip(of_stage[0], of_stage[max(of_stage)], strict=True)

@@ -21,11 +21,12 @@ from dflop.config import Config
 from dflop.loading.dataset import LoadedMedia, segments_of
 from dflop.models import ModelSpec, load_runtime
 from dflop.models.microbatch import EncoderBatch, MediaProcessor, TextBatch
+from dflop.models.shared_samples import joined_to
 from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import StepSchedule
 from dflop.step import Program
-from dflop.train.feed import samples_of
+from dflop.train.feed import sample_group, samples_of
 from dflop.train.rank_model import NodeModel, RankModel
 from dflop.train.undecodable import Undecodable, without_targets_of
 
@@ -256,12 +257,14 @@ class LlmWork(_Work):
     """A stage of the LLM: from text and encoders' features, or from hidden states, to hidden states or the loss."""
 
     def _receive_input(self, microbatch: int, loaded: TextBatch) -> TextBatch:
-        return loaded.to(self.device)
+        return joined_to(loaded.to(self.device), self._node_model.samples)
 
     def _without_records(self, microbatch: int) -> TextBatch:
         """A batch with only the ends of samples, and each token's position in its sample."""
-        chosen = samples_of(self.schedule, self.node, microbatch)
-        position_ids, segment_ends = segments_of(self.schedule.llm_tokens[chosen].tolist())
+        schedule, chosen = self.schedule, samples_of(self.schedule, self.node, microbatch)
+        llm_tokens = schedule.llm_tokens if schedule.whole_tokens is None else schedule.whole_tokens
+        group = sample_group(schedule, self.node, microbatch, self.program.cp["llm"])
+        position_ids, segment_ends = segments_of(llm_tokens[chosen].tolist(), group)
         nothing = torch.zeros(0, dtype=torch.int64)
         batch = TextBatch(
             token_ids=nothing,
@@ -271,7 +274,8 @@ class LlmWork(_Work):
             target_positions=nothing,
             target_ids=nothing,
         )
-        return (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device)
+        batch = (batch.pin_memory() if self.device.type == "cuda" else batch).to(self.device)
+        return joined_to(batch, self._node_model.samples)
 
     def _hidden_shape(self, chosen: np.ndarray, layer: int) -> tuple[int, ...] | None:
         return self.stage.hidden_shape(int(self.schedule.llm_tokens[chosen].sum()), layer)
@@ -282,7 +286,8 @@ class LlmWork(_Work):
         else:
             (leaf,) = leaves.values()
             hidden = leaf.to(self._dtype)
-        if self._node_model.shared and self._learned and not hidden.requires_grad:
+        meets = self._node_model.shared or batch.segment_ends.keys is not None
+        if meets and self._learned and not hidden.requires_grad:
             hidden.requires_grad_()  # other replicas have a backward, for their encoders, so this one must have it, too
         if self.stage.is_last:
             batch = self._learnable(microbatch, batch)
@@ -296,22 +301,28 @@ class LlmWork(_Work):
     def _learnable(self, microbatch: int, batch: TextBatch) -> TextBatch:
         """The microbatch without the targets of samples whose media could not be decoded."""
         chosen = samples_of(self.schedule, self.node, microbatch)
+        encoded, shared = chosen.copy(), [rows for rows in self.schedule.shared_samples() if chosen[rows].any()]
+        for rows in shared:
+            encoded[rows] = True  # where a part of a sample cannot be decoded, no part of it is learned
         decoders = [
             node
             for node in self.program.nodes
             if node.module != "llm"
             and node.pp_stage == 0
-            and (samples_of(self.schedule, node, microbatch) & chosen).any()
+            and (samples_of(self.schedule, node, microbatch) & encoded).any()
         ]
         if not decoders:
             return batch
         undecodable = self._undecodable.of(self._batch, microbatch, decoders)
+        undecodable |= {row for rows in shared if undecodable.intersection(rows) for row in rows}
         segments = [place for place, sample in enumerate(np.flatnonzero(chosen).tolist()) if sample in undecodable]
         if not segments:
             return batch
         learnable = without_targets_of(batch, segments)
         if self._node_model.ranks.is_first:
-            self.num_undecodable += len(segments)
+            share = self.schedule.share
+            own = np.flatnonzero(chosen)[segments]
+            self.num_undecodable += len(segments) if share is None else int((share[own] == 0).sum())
             self.num_dropped_targets += len(batch.target_ids) - len(learnable.target_ids)
         return learnable
 
@@ -321,13 +332,15 @@ class LlmWork(_Work):
         for edge, leaf in leaves.items():
             source = self.program.nodes[self.program.edges[edge].source]
             sent[source.module, source.dp_rank] = leaf
-        nothing = torch.zeros(0, self._feature_size, device=self.device)
+        nothing = torch.zeros(0, self._feature_size, dtype=self._dtype, device=self.device)
+        if batch.shared_features is not None:  # what other replicas send has gradients, whatever came here
+            nothing.requires_grad_(bool(self._learned))
         features = [
             sent.get((encoder, replica), nothing)
             for encoder in self.schedule.encoders
             for replica in range(self._num_replicas[encoder])
         ]
-        assert len(features) == len(batch.feature_positions)
+        assert batch.shared_features is not None or len(features) == len(batch.feature_positions)
         return features
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -44,6 +45,7 @@ class NodeModel:
     - `tied`: the matrix shared with the other end of the LLM's pipeline, if the head is tied to the embedding.
     - `shared`: runs the stage, if replicas shard its parameters.
     - `outside`: the parameters outside of layers, if replicas do not shard them.
+    - `samples`: the replicas that may compute a sample together, where there are several.
     - `overlaps`: whether gradients are summed beside the step's last backward, and updated parameters sent back beside
       the next forward. On CPUs, where the same cores do both, nothing would be gained, and times of passes would hold
       both.
@@ -61,6 +63,7 @@ class NodeModel:
     tied: TiedEmbedding | None = None
     shared: SharedPasses | None = None
     outside: Collection[nn.Parameter] = ()
+    samples: dist.ProcessGroup | None = None
     overlaps: bool
 
     def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -202,7 +205,7 @@ def _build_node(
     stage, units = _build_stage(config, plan, topology, dtype, index, spec, hf_config, checkpoint, is_empty)
     stage.train_those(config.model.trained.includes)
     common = {"index": index, "node": node, "stage": stage, "ranks": ranks, "dtype": dtype}
-    common |= {"shards": stage.shards, "overlaps": overlaps}
+    common |= {"shards": stage.shards, "overlaps": overlaps, "samples": topology.samples.get(index)}
     if not stage.is_trained:
         compute_in(stage, dtype)  # parameters that are never updated have no masters
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.

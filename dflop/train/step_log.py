@@ -88,7 +88,7 @@ class StepLog:
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "loss": totals["loss"],
             "evaluation_loss": evaluated[0] if evaluated else None,
-            "num_samples": len(schedule.sample_id),
+            "num_samples": schedule.num_samples,
             "num_tokens": int(schedule.llm_tokens.sum()),
             "num_items": int(schedule.num_items.sum()),
             "step_s": measured["step_s"],

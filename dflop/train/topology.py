@@ -47,6 +47,7 @@ class Topology:
     - `tensor`: the ranks that carry the node together, including this one (its tp group).
     - `replicas`: the group of the ranks that hold the same part of the same stage (its dp group).
     - `sharers`: the node's replicas, only if they shard its parameters.
+    - `samples`: the replicas that may compute a sample together, only where there are several.
     - `tied`: the two ends of the LLM's pipeline, only for the nodes at these ends, and where they have a group.
     """
 
@@ -59,6 +60,7 @@ class Topology:
     tensor: Mapping[int, TensorGroup]
     replicas: Mapping[int, dist.ProcessGroup]
     sharers: Mapping[int, Sharers]
+    samples: Mapping[int, dist.ProcessGroup]
     tied: Mapping[int, Ends]
     links: Links
 
@@ -129,6 +131,7 @@ def place_in_world(
             for node in nodes
             if program.num_shards[module_of[node]] > 1
         },
+        samples={node: _group(groups, "samples", module_of[node]) for node in nodes if program.cp[module_of[node]] > 1},
         tied=_tied_ends(groups, program, nodes, rank),
         links=links,
     )

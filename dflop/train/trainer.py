@@ -135,6 +135,7 @@ class Trainer:
             self.feed,
             lambda slots: forwards_that_read(self.instructions.of(slots), self.topology, self.model),
             range(self.first_step, config.train.steps),
+            program.cp["llm"],
         )
         loader = start_loading(config, self.plan, self.model, stream)
         self.works = make_works(config, self.plan, self.model, program, loader, self.topology.store.clone())

@@ -34,6 +34,7 @@ SHARED, SHARED_TWICE, SHARED_PIPELINE = (
     {"num_ranks": 4, "tp": 2},
     {"num_ranks": 4, "tp": 2, "pp": 2},
 )
+TWO_TOGETHER = {"num_ranks": 2, "cp": 2}
 SPLIT_UNEVENLY = {"num_ranks": 2, "pp": 2, "layers": (3, 1)}
 PLANS = {
     "disjoint 1+1": disjoint(ONE, ONE),
@@ -69,6 +70,15 @@ PLANS = {
     "monolithic 2": shared("monolithic", TWO),
     "monolithic pp 2": shared("monolithic", PIPELINE),
     "monolithic pp 2 dp 2": shared("monolithic", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
+    "samples over 2": disjoint(ONE, TWO_TOGETHER, num_microbatches=2),
+    "samples over 4": disjoint({"num_ranks": 2}, {"num_ranks": 4, "cp": 4}, num_microbatches=2, checkpointing=True),
+    "samples over 2, LLM pp 2": disjoint(ONE, {"num_ranks": 4, "pp": 2, "cp": 2}, num_microbatches=2),
+    "samples over 2, LLM tp 2": disjoint(ONE, {"num_ranks": 4, "tp": 2, "cp": 2}, num_microbatches=2),
+    "samples over 2, colocated pp 2": shared("colocated", {"num_ranks": 4, "pp": 2, "cp": 2}, num_microbatches=2),
+    "samples over 2, monolithic": shared("monolithic", TWO_TOGETHER, num_microbatches=2),
+    "samples over 4, parameters": sharding(
+        shared("colocated", {"num_ranks": 4, "cp": 4}, num_microbatches=1, checkpointing=True), *["parameters"] * 2
+    ),
     "disjoint 1+2, LLM tp 2": disjoint(ONE, SHARED),
     "disjoint 2+1, encoder tp 2": disjoint(SHARED, ONE),
     "disjoint 2+2, both tp 2, checkpointing": disjoint(SHARED, SHARED, checkpointing=True),

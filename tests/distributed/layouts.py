@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from layout_plans import PLANS
@@ -26,7 +27,10 @@ from dflop.costs import CostModel
 from dflop.models import load_model_spec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule
+from dflop.schedule.sharing import deal_shares
+from dflop.schedule.step_schedule import schedule_of
 from dflop.shapes import SampleShapes
+from dflop.shapes.shares import SampleDivider
 from dflop.step import StepInstructions, check_program, make_program
 from dflop.step.run import run_instructions
 from dflop.train.adamw import Piece
@@ -138,7 +142,22 @@ def write_case(
     path = folder / f"{name} {variant}"
     path.mkdir()
     for step in range(_num_steps(name, variant)):
-        (path / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
+        schedule = scheduler.schedule(step)
+        if PLANS[name].grid("llm").cp > 1:
+            schedule = _with_shared_samples(pricer, load_config(values), samples.take(batches[step]), step)
+        (path / str(step)).write_bytes(schedule.to_bytes())
+
+
+def _with_shared_samples(pricer: Pricer, config: Config, shapes: SampleShapes, step: int) -> StepSchedule:
+    """A schedule in which random samples are shared over random numbers of replicas."""
+    llm, rng = pricer.plan.grid("llm"), np.random.default_rng(step)
+    degree = 2 ** rng.integers(0, llm.cp.bit_length(), len(shapes))
+    degree = np.where(shapes.llm_tokens >= 4 * llm.cp, degree, 1)
+    degree[0] = llm.cp
+    divided = SampleDivider(load_model_spec(config.model), config.data).divided(shapes, degree)
+    dealt = deal_shares(pricer.problem(divided).loads_s, degree, llm.dp, pricer.plan.num_microbatches)
+    assignment = pricer.assign(divided, *dealt)
+    return schedule_of(pricer, divided, assignment, step=step, policy="random", status="", deciding_s=0.0)
 
 
 def _num_steps(name: str, variant: str) -> int:
@@ -211,6 +230,7 @@ def check(folder: Path, name: str, variant: str, plan: Plan, precision: Precisio
         SimpleNamespace(get=schedules.__getitem__),
         lambda slots: forwards_that_read(instructions.of(slots), topology, model),
         range(num_steps),
+        program.cp["llm"],
     )
     works = make_works(config, plan, model, program, start_loading(config, plan, model, stream), topology.store)
     for step, schedule in enumerate(schedules):

@@ -183,6 +183,7 @@ def _steps_of_rank(folder: Path, plan: Plan, rank: int) -> Recorder:
         SimpleNamespace(get=schedules.__getitem__),
         lambda slots: forwards_that_read(instructions.of(slots), topology, model),
         range(NUM_STEPS),
+        program.cp["llm"],
     )
     loaded = list(start_loading(config, plan, model, stream))
     with fake, recorder:

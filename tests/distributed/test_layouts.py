@@ -117,7 +117,11 @@ SMALLER = (
     "three modules 1+1+1",
     "three modules colocated 2",
 )
-ALL_ONCE = [(name, VARIED.get(name, "omni" if name in OMNI_PLANS else "plain")) for name in PLANS]
+ALL_ONCE = [
+    (name, VARIED.get(name, "omni" if name in OMNI_PLANS else "plain"))
+    for name in PLANS
+    if not name.startswith("samples over")
+]
 # An encoder without its projector is frozen: of its pipeline only the last stage has a backward.
 PROJECTOR = (
     ("encoder pp 2", "projector"),
@@ -158,6 +162,24 @@ PARTS = (
     ("encoder pp 2", "qwen3 parts"),
     ("colocated encoder tp 2", "qwen3 parts"),
     ("parameters 2x2", "qwen3 parts"),
+)
+# Samples that several replicas compute together, of each family, with shared, frozen and adapted parameters.
+TOGETHER = (
+    ("samples over 2", "plain"),
+    ("samples over 4", "plain"),
+    ("samples over 2, LLM pp 2", "tied"),
+    ("samples over 2, LLM tp 2", "qwen"),
+    ("samples over 2, colocated pp 2", "qwen3"),
+    ("samples over 2, monolithic", "internvl"),
+    ("samples over 4, parameters", "plain"),
+    ("samples over 4", "qwen"),
+    ("samples over 4", "qwen3"),
+    ("samples over 2", "frozen vision"),
+    ("samples over 4", "frozen llm"),
+    ("samples over 2, colocated pp 2", "frozen llm"),
+    ("samples over 4, parameters", "qwen"),
+    ("samples over 2", "damaged"),
+    ("samples over 2, LLM pp 2", "internvl"),
 )
 IN_CI = [case for case in ALL_ONCE if case[0] not in SMALLER] + list(PROJECTOR)
 OTHERS = [case for case in ALL_ONCE if case[0] in SMALLER]
@@ -284,6 +306,7 @@ def _without_one_damaged(batch: SampleShapes, dataset: Path, copy: Path) -> Samp
         pytest.param(IN_CI, id="each kind of layout"),
         pytest.param(LORA, id="with adapters", marks=pytest.mark.skipif(not find_spec("peft"), reason="no peft")),
         pytest.param(PARTS, id="of named parts"),
+        pytest.param(TOGETHER, id="with samples over several replicas"),
         pytest.param(OTHERS, id="with other models", marks=pytest.mark.exhaustive),
     ],
 )

@@ -41,7 +41,7 @@ class Seen:
     def images(self, pictures):
         return [np.array([picture.size]) for picture in pictures]
 
-    def frames(self, frames):
+    def frames(self, frames, num_frames=None):
         return np.array([frame.size for frame in frames])
 
     def sound(self, samples):

@@ -40,6 +40,7 @@ def planned_side(
         SimpleNamespace(get=schedules.__getitem__),
         lambda slots: forwards_that_read(instructions.of(slots), topology, model),
         range(len(schedules)),
+        program.cp["llm"],
     )
     loader = start_loading(config, plan, model, stream)
     given: list[object] = []

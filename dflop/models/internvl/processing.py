@@ -57,7 +57,7 @@ class InternvlPixels:
         )
         return np.split(np.stack(made["pixel_values"]), np.cumsum(made["num_patches"])[:-1])
 
-    def frames(self, frames: list[Image.Image]) -> np.ndarray:
+    def frames(self, frames: list[Image.Image], num_frames: int | None = None) -> np.ndarray:
         """One item a frame, uint8 [num_frames, 3, image_size, image_size]."""
         made = self.processor(frames, crop_to_patches=False, do_rescale=False, do_normalize=False, return_tensors=None)
         return np.stack(made["pixel_values"])

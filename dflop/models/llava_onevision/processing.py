@@ -46,7 +46,7 @@ class LlavaOnevisionPixels:
         made = self.processor([images], do_pad=False, do_rescale=False, do_normalize=False, return_tensors=None)
         return list(made["pixel_values"])
 
-    def frames(self, frames: list[Image.Image]) -> np.ndarray:
+    def frames(self, frames: list[Image.Image], num_frames: int | None = None) -> np.ndarray:
         """One item a frame, uint8 [num_frames, 3, image_size, image_size]."""
         processor = self.processor
         return np.stack(

@@ -71,11 +71,11 @@ class Qwen25VlPatches:
         counts = np.prod(made["image_grid_thw"], axis=1) // self.item_shape[0]
         return np.split(items, np.cumsum(counts)[:-1])
 
-    def frames(self, frames: list[Image.Image]) -> np.ndarray:
+    def frames(self, frames: list[Image.Image], num_frames: int | None = None) -> np.ndarray:
         """Items of a clip, step after step in time, uint8 [num_items, patches a token, values a patch]. If the last
         step lacks frames, the last frame is repeated."""
         rules, processor = self.rules, self.processor
-        rows, columns = rules.patches_of_frame(len(frames), *frames[0].size)
+        rows, columns = rules.patches_of_frame(num_frames or len(frames), *frames[0].size)
         size = SizeDict(height=rows * rules.patch_size, width=columns * rules.patch_size)
         made = []
         for frame in frames:

@@ -1,0 +1,149 @@
+"""Shares: how a long sample is divided over the ranks that compute it together (context parallelism).
+
+Over `degree` ranks, a sample's tokens are cut into `2 * degree` runs of about the same length. Share k has run k and
+the k-th from the end, so that causal attention is as much work for each share. Its media are divided at the steps of
+clips: a share encodes about as many items as the others, and no item is cut. So a share encodes other media tokens than
+those that stand in its runs; ranks exchange them before the LLM's first layer.
+
+The scheduler, the loaders and the ranks all follow this file, so that each knows what the others have.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.config import DataConfig
+from dflop.models import ItemCount, ModelSpec
+from dflop.shapes.reader import MediumShape, MediumSize, ShapeReader
+from dflop.shapes.samples import SampleShapes
+
+__all__ = ["LEAST_TOKENS", "Piece", "SampleDivider", "pieces_of", "run_bounds", "runs_of"]
+
+# A share has at least so many tokens: fewer are not worth their messages.
+LEAST_TOKENS = 64
+
+
+def run_bounds(num_tokens: int, degree: int) -> list[int]:
+    """Where the runs of a sample begin and end: `2 * degree + 1` positions."""
+    return [place * num_tokens // (2 * degree) for place in range(2 * degree + 1)]
+
+
+def runs_of(num_tokens: int, degree: int, share: int) -> tuple[range, range]:
+    """The positions of a share's two runs."""
+    bounds = run_bounds(num_tokens, degree)
+    return range(bounds[share], bounds[share + 1]), range(*bounds[-2 - share :][:2])
+
+
+class Piece(NamedTuple):
+    """Steps `[first, end)` of a sample's medium; a picture or a sound is one step."""
+
+    medium: int
+    first: int
+    end: int
+
+    def of(self, shape: MediumShape) -> MediumShape:
+        """The piece as a medium of its own. Tokens behind a clip's last step, such as a line break, are of that."""
+        steps, count, whole = self.end - self.first, shape.count, _num_steps(shape)
+        if steps == whole:
+            return shape
+        of_step, rest = divmod(count.num_tokens, whole)
+        own = ItemCount(
+            num_items=steps * (count.num_items // whole),
+            num_tokens=steps * of_step + rest * (self.end == whole),
+            sum_sq_items=count.sum_sq_items * steps / whole,
+            grid=(steps, *count.grid[1:]) if count.grid[0] else count.grid,
+        )
+        return shape._replace(count=own, num_frames=len(self.frames(shape)))
+
+    def frames(self, shape: MediumShape) -> range:
+        """Which of the clip's frames that are used the piece has."""
+        of_step = -(-shape.num_frames // _num_steps(shape))
+        return range(self.first * of_step, min(self.end * of_step, shape.num_frames))
+
+
+def pieces_of(shapes: Sequence[MediumShape], kinds: Sequence[str], degree: int) -> list[list[Piece]]:
+    """What each share encodes of a sample's media of these kinds, in order: about the same number of items."""
+    media = [number for number, shape in enumerate(shapes) if shape.kind in kinds]
+    num_items, before = sum(shapes[number].count.num_items for number in media), 0
+    pieces: list[list[Piece]] = [[] for _ in range(degree)]
+    for number in media:
+        of_step = shapes[number].count.num_items // _num_steps(shapes[number])
+        owners = []
+        for _ in range(_num_steps(shapes[number])):
+            owners.append(min(degree - 1, (2 * before + of_step) * degree // (2 * num_items)) if num_items else 0)
+            before += of_step
+        first = 0
+        for share, own in itertools.groupby(owners):
+            end = first + len(list(own))
+            pieces[share].append(Piece(number, first, end))
+            first = end
+    return pieces
+
+
+def _num_steps(shape: MediumShape) -> int:
+    """Into how many steps a medium may be cut."""
+    return (shape.count.grid[0] or shape.count.num_items) if shape.kind == "video" else 1
+
+
+@dataclass(frozen=True)
+class SampleDivider:
+    """Divides samples into shares, by the model's rules."""
+
+    spec: ModelSpec
+    data: DataConfig
+
+    def divided(self, shapes: SampleShapes, degree: np.ndarray) -> SampleShapes:
+        """The shapes with `degree` rows for each sample, [num_samples]: those of its shares, one after the other. All
+        target tokens are taken to be the first share's, as answers stand at a sample's end."""
+        if (degree == 1).all():
+            return shapes
+        rows = np.repeat(np.arange(len(shapes)), degree)
+        share = np.arange(len(rows)) - np.repeat(np.cumsum(degree) - degree, degree)
+        whole = shapes.llm_tokens[rows]
+        made = shapes.take(rows)
+        lengths = np.array(
+            [
+                sum(map(len, runs_of(tokens, of, own)))
+                for tokens, of, own in zip(whole.tolist(), degree[rows].tolist(), share.tolist(), strict=True)
+            ]
+        )
+        made = replace(
+            made,
+            degree=degree[rows],
+            share=share,
+            whole_tokens=whole,
+            llm_tokens=lengths.astype(shapes.llm_tokens.dtype),
+            target_tokens=np.where(share == 0, made.target_tokens, 0),
+            num_items=made.num_items.copy(),
+            kept_tokens=made.kept_tokens.copy(),
+            sum_sq_items=None if made.sum_sq_items is None else made.sum_sq_items.copy(),
+        )
+        starts = np.cumsum(degree) - degree
+        for sample in np.flatnonzero((degree > 1) & (shapes.num_items.sum(axis=1) > 0)).tolist():
+            self._divide_media(made, shapes, sample, slice(int(starts[sample]), int(starts[sample] + degree[sample])))
+        return made
+
+    def _divide_media(self, made: SampleShapes, shapes: SampleShapes, sample: int, rows: slice) -> None:
+        """Write what each of a sample's shares encodes into its rows of `made`."""
+        degree, media = rows.stop - rows.start, self._media_of(shapes, sample)
+        for column, encoder in enumerate(self.spec.encoders):
+            left = int(shapes.kept_tokens[sample, column])
+            for row, pieces in enumerate(pieces_of(media, encoder.media, degree), rows.start):
+                counts = [piece.of(media[piece.medium]).count for piece in pieces]
+                kept = min(left, sum(count.num_tokens for count in counts))
+                left -= kept
+                made.num_items[row, column] = sum(count.num_items for count in counts)
+                made.kept_tokens[row, column] = kept
+                if made.sum_sq_items is not None:
+                    made.sum_sq_items[row, column] = sum(count.sum_sq_items for count in counts)
+
+    def _media_of(self, shapes: SampleShapes, sample: int) -> list[MediumShape]:
+        """The shapes of a sample's media."""
+        assert shapes.media is not None, "shapes that are divided know the sizes of their media"
+        sizes = [MediumSize(*size) for size in shapes.media[np.array([sample])].values.tolist()]
+        kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
+        reader = ShapeReader(self.spec.rules, self.data)
+        return [reader.stored(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]
