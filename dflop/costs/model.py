@@ -5,6 +5,7 @@ Methods raise `UserError` when there are no costs for a stage's module in its la
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from dflop.costs.fitted import FittedCosts
 from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, counts_of
 from dflop.costs.stage_memory import StageMemory, memories_of_kinds, memory_of_parts
-from dflop.models.loads import Coefficients, Loads
+from dflop.models.loads import Coefficients, Loads, coefficients
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import WHOLE
 
@@ -89,6 +90,33 @@ class CostModel(FittedCosts):
             backward["recomputed_passing_layer"] = forward["layer"] + backward["passing_layer"]
             self._parts[module, layout] = forward, backward
         return self._parts[module, layout]
+
+    def exchanging(self, token_bytes: float, byte_s: float) -> "CostModel":
+        """These costs with those of keys and values that come from other replicas, for each token of theirs (the LLM's
+        `num_items`): `token_bytes` of them a layer, divided among tensor-parallel ranks, at `byte_s` seconds a byte.
+
+        They come in forward, and again where a layer is recomputed; gradients go back. Attention's backward needs them
+        as long as the layer's own. Copies beside them last as long as the exchange: those received, and the gradients
+        that are summed.
+        """
+        if ("exchanging", token_bytes, byte_s) not in self._parts:
+            found = replace(
+                self, times=dict(self.times), activations=dict(self.activations), transients=dict(self.transients)
+            )
+            for module, layout, part, checkpointing, direction in self.times:
+                if (module, part) == ("llm", "layer"):
+                    own_bytes = token_bytes / layout.tp
+                    num_times = 2 if checkpointing and direction == "backward" else 1
+                    key = (module, layout, part, checkpointing, direction)
+                    found.times[key] += coefficients(num_items=num_times * own_bytes * byte_s)
+            for key in self.activations:
+                module, layout, part, checkpointing = key
+                if (module, part) == ("llm", "layer"):
+                    kept = 0.0 if checkpointing else 1.0
+                    found.activations[key] += coefficients(num_items=kept * token_bytes / layout.tp)
+                    found.transients[key] += coefficients(num_items=3 * token_bytes / layout.tp)
+            self._parts["exchanging", token_bytes, byte_s] = found
+        return self._parts["exchanging", token_bytes, byte_s]
 
     def stage_memory(
         self, kind: StageKind, loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES

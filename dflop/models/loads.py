@@ -10,7 +10,8 @@ __all__ = ["FEATURES", "Coefficients", "Hinge", "Loads", "coefficients", "loads_
 
 # The loads that a module's cost depends on: items for encoders, packed text for the LLM. `sum_sq_tokens` is the sum of
 # the squared lengths of what attends to itself: the LLM's segments, in tokens, or an encoder's runs, in items (0 if all
-# of these have the same length).
+# of these have the same length). The LLM has no items: there, `num_items` are tokens of other replicas' shares of
+# samples, whose keys and values come to this one.
 FEATURES = ("num_items", "num_tokens", "sum_sq_tokens", "num_targets")
 
 

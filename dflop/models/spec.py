@@ -154,6 +154,12 @@ class ModelSpec:
         return self.module("llm").hidden_size * (1 + max(0, self.num_deepstack - layer))
 
     @property
+    def keys_and_values(self) -> int:
+        """The number of values in a token's keys and values, of one layer of the LLM."""
+        llm, text = self.module("llm"), self.hf_config.get("text_config", {})
+        return 2 * llm.num_kv_heads * (text.get("head_dim") or llm.hidden_size // llm.num_heads)
+
+    @property
     def media(self) -> tuple[str, ...]:
         """The kinds of media that the model takes."""
         return tuple(kind for module in self.encoders for kind in module.media)

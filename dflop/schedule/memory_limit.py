@@ -16,6 +16,7 @@ from dflop.base import UserError
 from dflop.schedule.assignment import Assignment, samples_alone
 from dflop.schedule.plan_memory import MicrobatchBytes
 from dflop.schedule.pricer import Pricer
+from dflop.schedule.sharing import most_shares
 from dflop.shapes import SampleShapes
 from dflop.step import StageReplicas
 from dflop.store import LEFT_OUT_SCHEMA
@@ -54,7 +55,13 @@ def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleSh
         UserError: a device cannot hold the model, or more than a tenth of the samples.
     """
     pricer.memory.require_room()
-    return without(samples, alone_bytes(pricer, samples), pricer.memory.limit_bytes)
+    needed_bytes, limit_bytes = alone_bytes(pricer, samples), pricer.memory.limit_bytes
+    if pricer.divider and (needed_bytes > limit_bytes).any():
+        long = np.flatnonzero(needed_bytes > limit_bytes)
+        degree = np.minimum(most_shares(samples.llm_tokens[long]), pricer.plan.grid("llm").cp)
+        of_shares = alone_bytes(pricer, pricer.divider.divided(samples.take(long), degree))
+        needed_bytes[long] = np.maximum.reduceat(of_shares, np.cumsum(degree) - degree)
+    return without(samples, needed_bytes, limit_bytes)
 
 
 def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float) -> tuple[SampleShapes, pl.DataFrame]:

@@ -287,7 +287,7 @@ def _one_replica(plan: Plan) -> Plan:
     They share no parameters: all replicas are taken to do the same, so none waits for another.
     """
     *encoders, llm = (replace(grid, sharding=PLAIN_SHARDING, shards=None) for grid in plan.grids)
-    placement, one = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0)
+    placement, one = PLACEMENTS[plan.placement], replace(llm, num_ranks=llm.tp * llm.pp, rank_offset=0, cp=1)
     if placement.shares_ranks:
         num_ranks = len(placement.encoder_stages(llm.pp)) * llm.tp
         # Where an encoder replica lies on the ranks of several LLM replicas, only a part of it belongs to this one.

@@ -131,6 +131,15 @@ class PlanMemory:
                 of_stages.append(of_kind[key])
         return of_stages
 
+    def bytes_of_rows(self, alone: Mapping[str, Cells]) -> np.ndarray:
+        """Bytes that each sample keeps on the fullest rank of its LLM replica, [num_samples], given all samples'
+        loads by themselves."""
+        of_modules: dict[str, np.ndarray] = {}
+        for stage, sizes in zip(self._stage_costs.stages, self.of_stages(alone), strict=True):
+            of_modules[stage.module] = np.maximum(of_modules.get(stage.module, 0.0), sizes.kept)
+        has_bridges = PLACEMENTS[self._plan.placement].has_bridges
+        return sum(kept for module, kept in of_modules.items() if module == "llm" or not has_bridges)
+
     def max_bucket_tokens(
         self, items_per_token: Mapping[str, float] | None = None, target_share: float = _TARGET_SHARE
     ) -> int:

@@ -12,12 +12,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from dflop.balance import BatchProblem, DrawnBatch
-from dflop.config import ClusterConfig
+from dflop.config import ClusterConfig, DataConfig
 from dflop.costs import CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
-from dflop.schedule.assignment import Assignment, Cells, cells_of, deal_media
+from dflop.schedule.assignment import Assignment, Cells, cells_of, deal_media, samples_alone
 from dflop.schedule.batch_problem import least_step_s, loads_without_plan, pose_problem
 from dflop.schedule.correction import NO_CORRECTIONS, Corrections
 from dflop.schedule.edge_bytes import edge_bytes_of
@@ -25,6 +25,7 @@ from dflop.schedule.plan_memory import MicrobatchBytes, PlanMemory
 from dflop.schedule.stage_costs import StageCosts
 from dflop.schedule.transfers import Transfers
 from dflop.shapes import SampleShapes
+from dflop.shapes.shares import SampleDivider
 from dflop.step import (
     BubbleFiller,
     CompiledPlan,
@@ -58,10 +59,16 @@ class Pricer:
         *,
         trained: TrainedSet = EVERYTHING,
         precision: str = "fp32",
+        data: DataConfig | None = None,
     ) -> None:
+        """`data` is needed for plans in which replicas share samples: without it, they share none."""
         self.plan, self.costs, trained = plan, costs, trained.among(spec.modules)
         self.placement = PLACEMENTS[plan.placement]
         self.transfers = Transfers(plan, costs.links, cluster)
+        self.divider = SampleDivider(spec, data) if data and plan.grid("llm").cp > 1 else None
+        if self.divider:
+            token_bytes = spec.keys_and_values * BYTES_PER_VALUE[precision]
+            self.costs = costs.exchanging(token_bytes, self.transfers.exchange_byte_s())
         self._about = spec, cluster, trained, BYTES_PER_VALUE[precision]
         self.compiled = compile_plan(plan, trained)
         self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, trained, self._unpacked(slots)))
@@ -181,6 +188,10 @@ class Pricer:
     def filler(self) -> BubbleFiller | None:
         """The search for slots, where the plan's placement fills bubbles."""
         return BubbleFiller(self.plan, self.stage_costs.trained) if self.placement.fills_bubbles else None
+
+    def alone(self, shapes: SampleShapes) -> dict[str, Cells]:
+        """The loads of each sample by itself, [num_samples]."""
+        return samples_alone(self.plan, shapes)
 
     def cells(self, shapes: SampleShapes, assignment: Assignment) -> dict[str, Cells]:
         """The loads of every replica of each module in every microbatch, whichever layers are recomputed."""

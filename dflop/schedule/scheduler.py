@@ -44,6 +44,7 @@ from dflop.schedule.global_batches import EvaluationBatches, GlobalBatches
 from dflop.schedule.memory_limit import fits, fitted
 from dflop.schedule.microbatch_sizes import ideal_shares
 from dflop.schedule.pricer import Pricer
+from dflop.schedule.sharing import FILLS, deal_shares, degrees_of
 from dflop.schedule.step_schedule import StepSchedule, schedule_of
 from dflop.schedule.step_search import StepSearch
 from dflop.shapes import SampleShapes
@@ -60,6 +61,9 @@ _MOST_ROUNDS, _LEAST_GAIN, _SHARE_OF_STEP = 20, 5e-4, 0.25
 MOST_CHECKED = 1000
 # Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
 FLATTER = (0.8, 0.6, 0.4, 0.2)
+# How often a batch with shared samples is dealt until it fits, and how much less the fullest bucket then may hold, as a
+# part of what was too much.
+_MOST_DEALT, _MORE_THAN_NEEDED = 6, 1.1
 Packed = TypeVar("Packed")
 
 
@@ -101,7 +105,10 @@ class BatchScheduler:
     def _schedule(self, step: int, policy: Policy, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
         started = time.perf_counter()
         shapes = self.samples.take(self.batches[step])
-        assignment, status, num_beyond_memory = decide(shapes, self.pricer.problem(shapes), step, policy)
+        decided = self._shared(shapes, step, policy) if policy.may_reorder else None
+        if decided is None:
+            decided = shapes, *decide(shapes, self.pricer.problem(shapes), step, policy)
+        shapes, assignment, status, num_beyond_memory = decided
         return schedule_of(
             self.pricer,
             shapes,
@@ -112,6 +119,50 @@ class BatchScheduler:
             num_beyond_memory=num_beyond_memory,
             deciding_s=time.perf_counter() - started,
         )
+
+    def _shared(
+        self, shapes: SampleShapes, step: int, policy: Policy
+    ) -> tuple[SampleShapes, Assignment, str, int] | None:
+        """The batch with its long samples shared, and as `_decide`; None where the plan shares none, no sample is long,
+        or nothing that was tried fits into memory."""
+        pricer, llm = self.pricer, self.pricer.plan.grid("llm")
+        if pricer.divider is None:
+            return None
+        loads_s = pricer.problem(shapes).loads_s
+        tried = {
+            degree.tobytes(): (f"shares of {fill:g}", degree)
+            for fill in reversed(FILLS)
+            for degree in [degrees_of(loads_s, shapes.llm_tokens, pricer.plan.num_buckets, llm.cp, fill)]
+        }
+        if all((degree == 1).all() for _, degree in tried.values()):
+            return None
+        starts = []
+        for name, degree in (*tried.values(), ("whole samples", np.ones(len(shapes), dtype=np.int64))):
+            divided = pricer.divider.divided(shapes, degree)
+            starts.append((divided, self._with_shares(divided, degree, name)))
+        in_order = sorted(starts, key=lambda start: start[1].step_s)
+        for number, (divided, start) in enumerate(in_order):
+            found, step_s = start.assignment, start.step_s
+            if policy.searches:
+                seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
+                found, step_s = StepSearch(pricer, divided).improve(found, self.num_trials, seed)
+            if np.isfinite(step_s) and fits(pricer, divided, found):
+                return divided, found, f"{start.name}, search {step_s / start.step_s - 1:+.1%}", number
+        return None
+
+    def _with_shares(self, divided: SampleShapes, degree: np.ndarray, name: str) -> "_Start":
+        """A batch whose samples have `degree` rows each, dealt so that it fits into memory, if a way is found."""
+        pricer, plan = self.pricer, self.pricer.plan
+        loads_s, row_bytes = pricer.problem(divided).loads_s, pricer.memory.bytes_of_rows(pricer.alone(divided))
+        most_bytes, limit_bytes = np.inf, pricer.memory.limit_bytes
+        for _ in range(_MOST_DEALT):
+            dealt = deal_shares(loads_s, row_bytes, degree, plan.grid("llm"), plan.num_microbatches, most_bytes)
+            start = self._start(divided, name, *dealt)
+            if (needed := max(pricer.memory_bytes(divided, start.assignment).values())) <= limit_bytes:
+                break
+            fullest = np.bincount(np.ravel_multi_index(dealt, (plan.grid("llm").dp, plan.num_microbatches)), row_bytes)
+            most_bytes = fullest.max() - (needed - limit_bytes) * _MORE_THAN_NEEDED
+        return start
 
     def priced_by(self, pricer: Pricer) -> "BatchScheduler":
         """A scheduler of the same steps with another pricer of the plan. It has to be closed like this one."""

@@ -45,13 +45,14 @@ T = TypeVar("T")
 def loads_of(module: str, shapes: SampleShapes) -> Loads:
     """The loads that each sample adds to a module, arrays [num_samples].
 
-    An encoder gets items, and the squared lengths of the runs in which they attend to each other; the LLM gets tokens.
+    An encoder gets items, and the squared lengths of the runs in which they attend to each other; the LLM gets tokens,
+    and those of other shares of the same samples (`SampleShapes.foreign_tokens`).
     """
     nothing = np.zeros(len(shapes))
     if module != "llm":
         return Loads(shapes.items_of(module).astype(float), nothing, shapes.sum_sq_of(module), nothing)
     tokens = shapes.llm_tokens.astype(float)
-    return Loads(nothing, tokens, shapes.sum_sq_tokens, shapes.target_tokens.astype(float))
+    return Loads(shapes.foreign_tokens, tokens, shapes.sum_sq_tokens, shapes.target_tokens.astype(float))
 
 
 class StageCosts:

@@ -92,7 +92,9 @@ class StepSearch:
             media[:, number] = np.column_stack(loads_of(encoder, shapes))
         by_size = np.argsort(shapes.llm_tokens, kind="stable")
         size_rank = np.argsort(by_size)  # each sample's place in `by_size`
-        self._samples = text, media, shapes.kept_tokens.astype(float), by_size, size_rank
+        # The shares of a sample stay on their replicas, in one microbatch.
+        is_share = np.zeros(len(shapes), dtype=bool) if shapes.degree is None else shapes.degree > 1
+        self._samples = text, media, shapes.kept_tokens.astype(float), by_size, size_rank, is_share
 
     @property
     def trial_s(self) -> float:
@@ -239,7 +241,7 @@ def _simulated(state, clocks):
 @kernel
 def _propose(forms, clocks, state, samples, kind, latest, change):
     """Write a random change of this kind to `change`; return how many samples it moves, 0 where it is not possible."""
-    _, _, kept_tokens, by_size, size_rank = samples
+    _, _, kept_tokens, by_size, size_rank, is_share = samples
     place, count = state.place, state.count
     sample = _draw_sample(forms, clocks, state, kind, latest)
     _note(place, change, 0, sample)
@@ -252,6 +254,10 @@ def _propose(forms, clocks, state, samples, kind, latest, change):
         num_changed = _swap_microbatches(place, count.shape[1], kind == _SWAP_BUCKETS, change)
     elif forms.has_bridges:
         num_changed = _change_media(place, forms.first_replica, kept_tokens, kind == _SWAP_MEDIA, change)
+    if kind in (_SWAP, _MOVE, _SWAP_BUCKETS):
+        for number in range(num_changed):
+            if is_share[change.samples[number]]:
+                return 0
     if not forms.has_bridges:
         for encoder in range(kept_tokens.shape[1]):
             change.after[:num_changed, 2 + encoder] = forms.first_replica[encoder] + change.after[:num_changed, 0]

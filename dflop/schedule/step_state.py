@@ -120,9 +120,9 @@ def change_places(forms, state, samples, changed, before, after, num_changed):
 @kernel(inline="always")
 def _put(forms, state, samples, sample, sign):
     """Add a sample's loads to its cells, or subtract them (`sign` is 1 or -1)."""
-    text, media, kept_tokens, _, _ = samples
+    text, media, kept_tokens, _, _, _ = samples
     replica, microbatch = state.place[sample, 0], state.place[sample, 1]
-    for load in range(1, 4):
+    for load in range(4):
         state.text[replica, microbatch, load] += sign * text[sample, load]
     state.count[replica, microbatch] += int(sign)
     for encoder in range(len(forms.first_replica) - 1):

@@ -149,6 +149,15 @@ class Transfers:
         num_shards = self.plan.grid(module).num_shards
         return self._sync_link(stage, np.arange(stage.dp).reshape(-1, num_shards))
 
+    def exchange_byte_s(self) -> float:
+        """Seconds of a byte that comes to a replica of the LLM from those that share samples with it: over the links of
+        a node if no such group spans two."""
+        llm = self.plan.grid("llm")
+        size, per_node = llm.cp * llm.tp, self._cluster.devices_per_node
+        firsts = np.arange(llm.rank_offset, llm.rank_offset + llm.num_ranks, size)
+        is_intra = bool((firsts // per_node == (firsts + size - 1) // per_node).all())
+        return 1 / find_link(self._links, self._cluster, "p2p", is_intra).bytes_per_s
+
     def _sync_link(self, stage: StageReplicas, replicas: np.ndarray) -> Link:
         """The link of gradient syncs among groups of a stage's replicas [num_groups, num_members], for the slowest."""
         num_groups, num_members = replicas.shape

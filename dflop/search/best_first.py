@@ -25,7 +25,7 @@ from dflop.plan import Plan
 from dflop.schedule import BYTES_PER_VALUE
 from dflop.search.candidate import Candidate, PlanPricer
 from dflop.search.encoder_bounds import DealtMedia
-from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.grouped_batches import SEARCH_FILL, GroupedBatches
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pins import without_each
@@ -74,6 +74,16 @@ class SearchResult:
     chosen: Candidate | None = None
     num_finalists: int = 0
 
+    def merged(self, other: "SearchResult") -> "SearchResult":
+        """The plans of both; of the other's, all are faster than the first of these."""
+        return replace(
+            other,
+            candidates=sorted([*self.candidates, *other.candidates], key=lambda candidate: candidate.step_s),
+            num_plans=self.num_plans + other.num_plans,
+            num_priced=self.num_priced + other.num_priced,
+            least_bound_s=min(self.least_bound_s, other.least_bound_s),
+        )
+
     @property
     def best(self) -> Candidate:
         """The chosen plan: of those with nearly equal prices, the one whose scheduled batches are fastest."""
@@ -99,18 +109,73 @@ def search_plans(
 
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
+    Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched behind the others, and only for those
+    that are faster. They are priced as if shares were samples, which may lie on any replicas.
+
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
     """
     batches = GroupedBatches(config, spec, costs, samples)
+    sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
+    how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
+    found, trouble = None, None
+    for cp in sizes:
+        if cp > 1:
+            batches = GroupedBatches(config, spec, costs, samples, cp)
+        try:
+            own = _search_with(config, spec, costs, batches, progress, cp=cp, faster_than=found, **how)
+        except UserError as error:
+            trouble = trouble or error
+            continue
+        found = own if found is None or own is None else found.merged(own)
+    if found is None:
+        assert trouble is not None
+        raise trouble
+    return found
+
+
+def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
+    """Over up to how many replicas of a node samples may be computed, of the config's choices: more than one only if
+    the largest sample is more than a part of what a device computes of a batch (`SEARCH_FILL`)."""
+    fixed = config.plan.fixed.modules.get("llm") if config.plan.fixed else None
+    if fixed and fixed.cp:
+        return [fixed.cp]
+    largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
+    most = min(config.cluster.devices_per_node, 2 ** math.ceil(math.log2(max(1.0, largest / SEARCH_FILL))))
+    return [size for size in sorted(config.plan.cp_sizes) if size == 1 or size <= most]
+
+
+def _search_with(
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    batches: GroupedBatches,
+    progress: Callable[[int, int], None],
+    *,
+    policy: Policy,
+    within: PlanConfig | None,
+    splits_evenly: bool,
+    compares: bool,
+    cp: int,
+    faster_than: SearchResult | None,
+) -> SearchResult | None:
+    """`search_plans` of one `cp`; None where no such plan is faster than what was found before.
+
+    Raises:
+        UserError: when the space is empty or nothing fits.
+    """
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
-    rows = enumerate_space(config, spec, costs.layouts, splits, within)
+    rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp)
+    if rows.is_empty():
+        return None
     links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     fixed = (within or config.plan).fixed
     pinned = fixed.checkpointing if fixed else None
     num_certain = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
     search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_certain, pinned)
+    if faster_than:
+        search.limit_s = search.threshold_s = faster_than.candidates[0].step_s / _WORTH_IT
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -131,6 +196,8 @@ def search_plans(
         if tighter_s is not None:
             heapq.heappush(waiting, (tighter_s, level + 1, row))
     progress(len(order), len(order))
+    if faster_than and not search.num_priced:
+        return None
     return search.result(least_bound_s)
 
 
@@ -176,7 +243,11 @@ class _Search:
         )
         self._enough = JustEnough(spec, trained, self._budget_bytes)
         # A row with a bound above this is not among the plans that are wanted.
-        self.threshold_s = np.inf
+        self.threshold_s = self.limit_s = np.inf
+
+    @property
+    def num_priced(self) -> int:
+        return len(self._priced)
 
     def look_at(self, number: int, level: int, bound_s: float) -> float | None:
         """The row's bound of the next level after `level`; None when the row is priced or dropped."""
@@ -214,7 +285,7 @@ class _Search:
         assert pricer.plan.checkpointing or step_s * MARGIN >= bound_s, (row, step_s, bound_s)
         self._priced.append(pricer)
         insort(self._fastest, step_s)
-        self.threshold_s = max(self._slowest_of(self._num_certain), self._slowest_finalist_s())
+        self.threshold_s = min(self.limit_s, max(self._slowest_of(self._num_certain), self._slowest_finalist_s()))
 
     def _slowest_of(self, number: int) -> float:
         """The step of the slowest of this many plans; infinite where fewer are priced."""

@@ -48,7 +48,15 @@ class Candidate:
 
 def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> Pricer:
     """The pricer of a plan for the config's cluster, trained modules and precision."""
-    return Pricer(plan, costs, spec, config.cluster, trained=config.model.trained, precision=config.train.precision)
+    return Pricer(
+        plan,
+        costs,
+        spec,
+        config.cluster,
+        trained=config.model.trained,
+        precision=config.train.precision,
+        data=config.data,
+    )
 
 
 class _Grouped(NamedTuple):

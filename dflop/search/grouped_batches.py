@@ -12,29 +12,45 @@ from dflop.costs import PARTS, CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.plan.layout_key import LayoutKey
 from dflop.schedule import GlobalBatches, loads_of, loads_without_plan, sums_by_cell
+from dflop.schedule.sharing import degrees_of, most_shares
 from dflop.shapes import SampleShapes
+from dflop.shapes.shares import SampleDivider
 
-__all__ = ["GroupedBatches"]
+__all__ = ["SEARCH_FILL", "GroupedBatches"]
 
 # How many batches are drawn: enough for `_ENOUGH_SAMPLES` samples, since large batches differ less from each other.
 _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
 # How many divisions of batches into even buckets are kept.
 _MOST_KEPT = 1024
+# A share in the batches that plans are priced on has at most this part of what a device computes of a batch.
+SEARCH_FILL = 0.25
 
 
 class GroupedBatches:
     """The first global batches as training will draw them: `plan.search_batches`, or enough of them for a mean."""
 
-    def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
-        """Raise `UserError` when one batch would need more samples than there are, or a module has no costs."""
+    def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, cp: int = 1) -> None:
+        """With `cp`, long samples are divided into up to so many shares, which are then grouped as samples are.
+
+        Raises:
+            UserError: when one batch would need more samples than there are, or a module has no costs.
+        """
         costs.require_modules(module.name for module in spec.modules)
         size = config.train.global_batch_size
         num_batches = config.plan.search_batches or min(_MOST_BATCHES, max(_LEAST_BATCHES, _ENOUGH_SAMPLES // size))
         drawn = GlobalBatches.of(samples, size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
+        if cp > 1:
+            divider, num_devices = SampleDivider(spec, config.data), config.cluster.num_devices
+            for batch, shapes in enumerate(self.shapes):
+                loads = loads_without_plan(shapes, spec, costs)
+                degree = degrees_of(loads, shapes.llm_tokens, num_devices, cp, SEARCH_FILL)
+                self.shapes[batch] = divider.divided(shapes, degree)
         self._text = [np.array(loads_of("llm", shapes)) for shapes in self.shapes]
         # A plan must hold every sample, drawn or not. It does so if it holds each of these.
         self.largest = samples.take(_largest(samples))
+        if cp > 1:
+            self.largest = divider.divided(self.largest, np.minimum(most_shares(self.largest.llm_tokens), cp))
         num_kept = max(1, _MOST_KEPT // num_batches)
         self.drawn = [
             DrawnBatch(loads_without_plan(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)

@@ -11,7 +11,7 @@ def without_each(fixed: FixedPlan) -> dict[str, FixedPlan]:
     """For each pin as text, such as `llm tp=2`, the pins without it."""
     without = {}
     for module, grid in fixed.modules.items():
-        for size in ("tp", "pp", "dp", "sharding"):
+        for size in ("tp", "pp", "dp", "sharding", "cp"):
             if value := getattr(grid, size):
                 modules = fixed.modules | {module: replace(grid, **{size: None})}
                 without[f"{module} {size}={value}"] = replace(fixed, modules=modules)

@@ -50,11 +50,13 @@ def enumerate_space(
     splits: Splits,
     within: PlanConfig | None = None,
     pins_are: str = "plan.fixed",
+    cp: int = 1,
 ) -> pl.DataFrame:
     """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
     `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
-    `within` come from.
+    `within` come from. With `cp`, up to so many replicas of the LLM, of one node, compute a sample; there may be no
+    such layout.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
@@ -66,6 +68,10 @@ def enumerate_space(
     within = within or config.plan
     check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
     rows = _rows(config, spec, layouts, splits, within)
+    if cp > 1:
+        divides = (pl.col("llm_shards") % cp == 0) | (cp % pl.col("llm_shards") == 0)
+        in_node = config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0
+        return rows.filter(pl.col("llm_dp") % cp == 0, divides, in_node).with_columns(llm_cp=pl.lit(cp, pl.Int32))
     if rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
     return rows
@@ -133,6 +139,7 @@ def plan_of(row: Mapping[str, object], splits: Splits, *, checkpointing: bool = 
                 layers=layers,
                 sharding=sharding,
                 shards=shards if SHARDINGS[sharding].needs_shards else None,
+                cp=row.get(f"{module}_cp", 1),
             )
         )
         if not PLACEMENTS[row["placement"]].shares_ranks:

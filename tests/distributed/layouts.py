@@ -155,7 +155,8 @@ def _with_shared_samples(pricer: Pricer, config: Config, shapes: SampleShapes, s
     degree = np.where(shapes.llm_tokens >= 4 * llm.cp, degree, 1)
     degree[0] = llm.cp
     divided = SampleDivider(load_model_spec(config.model), config.data).divided(shapes, degree)
-    dealt = deal_shares(pricer.problem(divided).loads_s, degree, llm.dp, pricer.plan.num_microbatches)
+    loads_s = pricer.problem(divided).loads_s
+    dealt = deal_shares(loads_s, divided.llm_tokens.astype(float), degree, llm, pricer.plan.num_microbatches)
     assignment = pricer.assign(divided, *dealt)
     return schedule_of(pricer, divided, assignment, step=step, policy="random", status="", deciding_s=0.0)
 
