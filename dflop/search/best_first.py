@@ -127,7 +127,8 @@ def search_plans(
         except UserError as error:
             trouble = trouble or error
             continue
-        found = own if found is None or own is None else found.merged(own)
+        if own is not None:
+            found = own if found is None else found.merged(own)
     if found is None:
         assert trouble is not None
         raise trouble
