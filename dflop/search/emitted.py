@@ -1,24 +1,37 @@
 """What a plan becomes in the flags or the config file of a framework, and sentences that several frameworks need."""
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from dflop.models import ModelSpec
-from dflop.plan import Grid, Plan
+from dflop.plan import MONOLITHIC, Grid, Plan
+from dflop.plan.shardings.parameters import SHARDING as PARAMETERS
 
 __all__ = [
+    "SHARED_BY_ALL",
+    "TORCH_SCHEDULES",
     "Emitted",
     "Framework",
+    "as_fsdp2",
     "encoders_beside",
     "joined",
+    "on_one_mesh",
+    "recomputed_all_or_none",
     "recomputed_by_module",
     "recomputed_otherwise",
     "split_or_apart",
+    "zero_1_is_missed",
 ]
+
+# The names of schedules in torch.distributed.pipelining.
+TORCH_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
+# Fields of a grid whose replicas all share its parameters.
+SHARED_BY_ALL = MappingProxyType({"sharding": PARAMETERS.name, "shards": None})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,19 +39,21 @@ class Emitted:
     """Flags of a framework's launch command, or keys of its config file, and sentences on what they do not express.
 
     A flag has one value, a list of values or, as a switch, None. A key of a config file is dotted, such as
-    `train.micro_batch_size`, and has any value that YAML knows.
+    `train.micro_batch_size`, and has any value that YAML knows. `plan` is what the framework makes of them.
     """
 
+    plan: Plan
     flags: dict[str, Any] = field(default_factory=dict)
     beyond: list[str] = field(default_factory=list)
 
-    def to_text(self, framework: "Framework", plan: Plan) -> str:
-        """The flags, one a line and ready to be pasted, or a YAML file, with the sentences as comments."""
-        form = "keys" if framework.is_config else "flags"
-        lines = [f"# {plan}", f"# as {form} of {framework.release}:"]
+    def to_text(self, framework: "Framework", plan: Plan, prices: Sequence[str] = ()) -> str:
+        """The flags, one a line and ready to be pasted, or a YAML file, with `prices` and the sentences as comments."""
+        lines = [f"# {plan}", f"# as {framework.form} of {framework.release}:"]
         lines.append(self._as_yaml() if framework.is_config else self._as_flags())
+        if prices:
+            lines += ["", *(f"# {line}" for line in prices)]
         if self.beyond:
-            lines += ["", f"# What these {form} cannot express, or express differently:"]
+            lines += ["", f"# What these {framework.form} cannot express, or express differently:"]
             lines += [f"# - {sentence}" for sentence in self.beyond]
         return "\n".join(lines)
 
@@ -67,6 +82,56 @@ class Framework:
     is_config: bool = False
     refusal: Callable[[Plan], str | None] = lambda plan: None
 
+    @property
+    def form(self) -> str:
+        return "keys" if self.is_config else "flags"
+
+
+def on_one_mesh(
+    plan: Plan,
+    spec: ModelSpec,
+    recomputed: Mapping[str, Sequence[int]],
+    sharing: Mapping[str, object] = MappingProxyType({}),
+) -> Plan:
+    """The plan of a framework that knows the LLM's grid alone: encoders in its first stage, shared as the LLM is.
+
+    `recomputed` has the number of recomputed layers of each stage; a module that is not named recomputes none.
+    `sharing` are fields of the LLM's grid, where the framework has replicas share something else.
+    """
+    llm = replace(plan.grid("llm"), rank_offset=0, recomputed=(), **sharing)
+    encoder = replace(llm, num_ranks=llm.dp * llm.tp, pp=1, layers=())
+    encoders = [replace(encoder, module=grid.module) for grid in plan.grids[:-1]]
+    made = replace(
+        plan,
+        placement=MONOLITHIC.name if encoders else plan.placement,
+        grids=(*encoders, llm),
+        checkpointing=any(map(any, recomputed.values())),
+    )
+    layers = {grid.module: made.recomputed_of(grid.module, spec.module(grid.module).num_layers) for grid in made.grids}
+    counts = {module: tuple(recomputed.get(module, (0,) * len(own))) for module, own in layers.items()}
+    if counts == layers or not made.checkpointing:
+        return made
+    return replace(made, grids=tuple(replace(grid, recomputed=counts[grid.module]) for grid in made.grids))
+
+
+def as_fsdp2(llm: Grid) -> Mapping[str, object]:
+    """What replicas share under torch's FSDP2, which has no ZeRO-1, as fields of the LLM's grid.
+
+    In pipelines it keeps gathered parameters and whole gradients to the last microbatch: there it is the same.
+    """
+    return {} if llm.gathers or llm.dp == 1 or llm.pp > 1 else SHARED_BY_ALL
+
+
+def zero_1_is_missed(plan: Plan, made: Plan) -> list[str]:
+    """A sentence where replicas share parameters that keep whole ones in the plan."""
+    llm = plan.grid("llm")
+    if llm.gathers or not made.grid("llm").gathers:
+        return []
+    return [
+        f"optimiser state shared among {llm.dp} replicas that keep whole parameters (ZeRO-1): FSDP2 shares parameters, "
+        f"too, and gathers them for each of the {plan.num_microbatches} microbatches"
+    ]
+
 
 def split_or_apart(plan: Plan) -> str | None:
     """The refusal of frameworks that have the whole model on every device."""
@@ -83,7 +148,7 @@ def recomputed_otherwise(place: str, planned: Sequence[int], flagged: Sequence[i
         return []
     return [
         f"recomputed layers of each {place}: {joined(planned)}; the flags are the same for all and recompute "
-        f"{joined(flagged)}, which takes longer"
+        f"{joined(flagged)}"
     ]
 
 
@@ -91,6 +156,16 @@ def recomputed_by_module(plan: Plan, spec: ModelSpec) -> tuple[dict[str, int], d
     """How many layers of each module the plan recomputes, and how many there are."""
     layers = {grid.module: spec.module(grid.module).num_layers for grid in plan.grids}
     return {module: sum(plan.recomputed_of(module, number)) for module, number in layers.items()}, layers
+
+
+def recomputed_all_or_none(plan: Plan, spec: ModelSpec) -> tuple[dict[str, Sequence[int]], list[str]]:
+    """The recomputed layers of each module, in frameworks with one switch for the whole model, and a sentence on
+    what that is beyond the plan. Empty where the plan recomputes nothing."""
+    planned, layers = recomputed_by_module(plan, spec)
+    if not any(planned.values()):
+        return {}, []
+    sentences = recomputed_otherwise("module", list(planned.values()), list(layers.values()))
+    return {module: (count,) for module, count in layers.items()}, sentences
 
 
 def encoders_beside(plan: Plan, spec: ModelSpec, why: str, *, recomputing_is_said: bool = False) -> list[str]:
@@ -107,7 +182,7 @@ def encoders_beside(plan: Plan, spec: ModelSpec, why: str, *, recomputing_is_sai
         if (grid.sharding, grid.num_shards) != (llm.sharding, llm.num_shards):
             sentences.append(
                 f"{grid.module}'s replicas share {_shared(grid)}, the LLM's {_shared(llm)}; what stands above gives "
-                "both the LLM's sharding, which takes other memory and time than predicted"
+                "both the LLM's sharding"
             )
         if plan.placement == "monolithic":
             where = "inside the LLM's first stage on the LLM's grid: put it into your model there"
@@ -120,8 +195,8 @@ def encoders_beside(plan: Plan, spec: ModelSpec, why: str, *, recomputing_is_sai
         sentences.append(f"{layout} ({plan.placement}): {why}; it takes a grid and a loop of your own{recomputing}")
     if (num_ranks := plan.grid("llm").num_ranks) < plan.world_size:
         sentences.append(
-            f"devices: the sizes above are for {num_ranks} of the plan's {plan.world_size}. On all of them there is "
-            "another number of replicas, which also compute the encoders; the plan did not price that"
+            f"devices: the sizes above are for {num_ranks} of the plan's {plan.world_size}, and so are all figures; on "
+            "all of them there is another number of replicas"
         )
     return sentences
 

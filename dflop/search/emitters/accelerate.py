@@ -9,8 +9,8 @@ from dflop.search.emitted import (
     Emitted,
     Framework,
     encoders_beside,
-    recomputed_by_module,
-    recomputed_otherwise,
+    on_one_mesh,
+    recomputed_all_or_none,
     split_or_apart,
 )
 
@@ -19,7 +19,9 @@ __all__ = ["FRAMEWORK"]
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
+    recomputed, sentences = recomputed_all_or_none(plan, spec)
     emitted = Emitted(
+        plan=on_one_mesh(plan, spec, recomputed),
         flags={
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": "FSDP" if llm.gathers else "DEEPSPEED",
@@ -32,28 +34,31 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         ],
     )
     keys, beyond = emitted.flags, emitted.beyond
-    recomputed, layers = recomputed_by_module(plan, spec)
     if llm.gathers:
         keys |= {
             "fsdp_config.fsdp_version": 2,
             "fsdp_config.fsdp_reshard_after_forward": True,
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_config.fsdp_activation_checkpointing": any(recomputed.values()),
+            "fsdp_config.fsdp_activation_checkpointing": bool(recomputed),
         }
         if llm.num_shards != llm.dp:
             keys |= {
                 "parallelism_config.parallelism_config_dp_replicate_size": llm.dp // llm.num_shards,
                 "parallelism_config.parallelism_config_dp_shard_size": llm.num_shards,
             }
+        if plan.num_microbatches > 1:
+            beyond.append(
+                "gradients: `sync_each_batch: true` of the trainer's `gradient_accumulation_kwargs` shares them after "
+                "each microbatch, as predicted; without it devices keep whole ones to the last"
+            )
     else:
         keys |= {
             "deepspeed_config.zero_stage": 1,
             "deepspeed_config.gradient_accumulation_steps": plan.num_microbatches,
         }
-        if any(recomputed.values()):
+        if recomputed:
             beyond.append("recomputed layers: `gradient_checkpointing` is an argument of the trainer, not of this file")
-    if any(recomputed.values()):
-        beyond += recomputed_otherwise("module", list(recomputed.values()), list(layers.values()))
+    beyond += sentences
     beyond += encoders_beside(plan, spec, "Accelerate knows one mesh", recomputing_is_said=True)
     return emitted
 

@@ -5,17 +5,32 @@ from itertools import islice
 
 from dflop.models import ModelSpec
 from dflop.plan import Plan
-from dflop.search.emitted import Emitted, Framework, encoders_beside, joined, recomputed_by_module, recomputed_otherwise
+from dflop.search.emitted import (
+    TORCH_SCHEDULES,
+    Emitted,
+    Framework,
+    as_fsdp2,
+    encoders_beside,
+    joined,
+    on_one_mesh,
+    recomputed_by_module,
+    recomputed_otherwise,
+    zero_1_is_missed,
+)
 
 __all__ = ["FRAMEWORK"]
-
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
     of_rank = micro_batch * (plan.num_microbatches if llm.pp > 1 else 1)
+    recomputed, layers = recomputed_by_module(plan, spec)
+    stages = [len(part) for part in plan.layers_of("llm", layers["llm"])]
+    flagged = {module: layers[module] if count else 0 for module, count in recomputed.items()}
+    of_stages = {module: (count,) for module, count in flagged.items()}
+    of_stages["llm"] = stages if flagged["llm"] else (0,) * len(stages)
     emitted = Emitted(
+        plan=on_one_mesh(plan, spec, of_stages, as_fsdp2(llm)),
         flags={
             "step_scheduler.global_batch_size": micro_batch * plan.num_buckets,
             "step_scheduler.local_batch_size": of_rank,
@@ -23,38 +38,33 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "distributed.tp_size": llm.tp,
             "distributed.pp_size": llm.pp,
             "distributed.dp_size": llm.dp,
-        }
+        },
     )
     keys, beyond = emitted.flags, emitted.beyond
     if llm.tp > 1:
         keys["distributed.sequence_parallel"] = True
+    if emitted.plan.grid("llm").gathers and plan.num_microbatches > 1:
+        # Otherwise whole gradients are kept to the last microbatch.
+        keys["distributed.defer_fsdp_grad_sync"] = False
     if llm.gathers and llm.num_shards != llm.dp:
         keys["distributed.dp_replicate_size"] = llm.dp // llm.num_shards
-    elif not llm.gathers and llm.dp > 1:
-        keys["distributed.reshard_after_forward"] = False
-        beyond.append(
-            f"optimiser state shared among {llm.dp} replicas that keep whole parameters (ZeRO-1): `fsdp2` shares "
-            f"parameters, too, and gathers them for each of the {plan.num_microbatches} microbatches; "
-            "`reshard_after_forward: false` saves the second gathering, that of backward"
-        )
-    recomputed, layers = recomputed_by_module(plan, spec)
+    beyond += zero_1_is_missed(plan, emitted.plan)
     if any(recomputed.values()):
         keys["distributed.activation_checkpointing"] = True
         encoders = [grid.module for grid in plan.grids[:-1]]
         if not all(recomputed.values()):
             named = {"language": recomputed["llm"], **{module: recomputed[module] for module in encoders}}
             keys["distributed.activation_checkpointing_scope"] = [name for name, count in named.items() if count]
-        flagged = [layers[module] if count else 0 for module, count in recomputed.items()]
-        beyond += recomputed_otherwise("module", list(recomputed.values()), flagged)
+        beyond += recomputed_otherwise("module", list(recomputed.values()), list(flagged.values()))
     if llm.pp > 1:
-        _pipeline(emitted, plan, [len(part) for part in plan.layers_of("llm", layers["llm"])], micro_batch)
+        _pipeline(emitted, plan, stages, micro_batch)
     beyond += encoders_beside(plan, spec, "AutoModel knows one mesh, that of the LLM", recomputing_is_said=True)
     return emitted
 
 
 def _pipeline(emitted: Emitted, plan: Plan, layers: Sequence[int], micro_batch: int) -> None:
     section = "distributed.pipeline."
-    emitted.flags[section + "pp_schedule"] = _SCHEDULES[plan.schedule]
+    emitted.flags[section + "pp_schedule"] = TORCH_SCHEDULES[plan.schedule]
     emitted.flags[section + "pp_microbatch_size"] = micro_batch
     if len(set(layers)) == 1:
         emitted.flags[section + "layers_per_stage"] = layers[0]

@@ -15,6 +15,7 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     layout = megatron_layout(plan, spec)
     sizes = {"micro_batch_size": micro_batch, "global_batch_size": micro_batch * plan.num_buckets}
     emitted = Emitted(
+        plan=layout.plan,
         flags={
             _OTHER_NAMES.get(name, "--" + name.replace("_", "-")): None if value is True else str(value)
             for name, value in {**layout.flags, **sizes}.items()

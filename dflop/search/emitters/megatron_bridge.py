@@ -10,9 +10,8 @@ __all__ = ["FRAMEWORK"]
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
-    layout = megatron_layout(plan, spec)
-    emitted = Emitted(flags={f"model.{name}": value for name, value in layout.flags.items()}, beyond=layout.beyond)
-    keys, beyond = emitted.flags, emitted.beyond
+    layout = megatron_layout(plan, spec, has_hybrid=True)
+    keys, beyond = {f"model.{name}": value for name, value in layout.flags.items()}, layout.beyond
     keys |= {
         "train.micro_batch_size": micro_batch,
         "train.global_batch_size": micro_batch * plan.num_buckets,
@@ -30,7 +29,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             keys["ddp.num_distributed_optimizer_instances"] = llm.dp // llm.num_shards
         beyond.append("Megatron-FSDP demands that `CUDA_DEVICE_MAX_CONNECTIONS` is not 1")
     beyond += encoders_beside(plan, spec, "a Megatron-Bridge config knows one grid, that of the LLM")
-    return emitted
+    return Emitted(plan=layout.plan, flags=keys, beyond=beyond)
 
 
 FRAMEWORK = Framework("Megatron-Bridge 0.3", _keys, is_config=True)

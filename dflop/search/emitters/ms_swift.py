@@ -10,7 +10,10 @@ __all__ = ["FRAMEWORK"]
 
 def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
-    layout = megatron_layout(plan, spec)
+    recomputed, layers = recomputed_by_module(plan, spec)
+    encoders = [grid.module for grid in plan.grids[:-1]]
+    recomputes_encoders = any(recomputed[module] for module in encoders)
+    layout = megatron_layout(plan, spec, {module: (layers[module] * recomputes_encoders,) for module in encoders})
     # Where nothing is said, it recomputes each layer's attention.
     values = {"recompute_granularity": "none", **layout.flags}
     values |= {
@@ -21,15 +24,13 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         "overlap_param_gather": True,
     }
     beyond = layout.beyond
-    recomputed, layers = recomputed_by_module(plan, spec)
-    encoders = [grid.module for grid in plan.grids[:-1]]
     if encoders:
-        values["vit_gradient_checkpointing"] = any(recomputed[module] for module in encoders)
+        values["vit_gradient_checkpointing"] = recomputes_encoders
         beyond.append(
             "encoders and projectors are frozen unless `--freeze_vit false` and `--freeze_aligner false` are given; "
             "the predicted step is that of `model.freeze` in the config"
         )
-    if any(recomputed[module] for module in encoders):
+    if recomputes_encoders:
         planned, flagged = ([of[module] for module in encoders] for of in (recomputed, layers))
         beyond += recomputed_otherwise("encoder", planned, flagged)
     if llm.gathers:
@@ -38,13 +39,13 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         if llm.num_shards != llm.dp:
             beyond.append(
                 f"parameters shared among {llm.num_shards} replicas of {llm.dp}: `--use_megatron_fsdp` shares them by "
-                "all, so that layers are gathered between nodes, too, which takes longer"
+                "all, so that layers are gathered between nodes, too"
             )
     beyond += encoders_beside(plan, spec, "`megatron sft` knows one grid, that of the LLM", recomputing_is_said=True)
     flags = {
         f"--{name}": str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()
     }
-    return Emitted(flags=flags, beyond=beyond)
+    return Emitted(plan=layout.plan, flags=flags, beyond=beyond)
 
 
 FRAMEWORK = Framework("ms-swift 4.6 (`megatron sft`)", _flags)

@@ -5,36 +5,45 @@ from itertools import islice
 
 from dflop.models import ModelSpec
 from dflop.plan import Plan
-from dflop.search.emitted import Emitted, Framework, encoders_beside, joined, recomputed_otherwise
+from dflop.search.emitted import (
+    TORCH_SCHEDULES,
+    Emitted,
+    Framework,
+    as_fsdp2,
+    encoders_beside,
+    joined,
+    on_one_mesh,
+    recomputed_otherwise,
+    zero_1_is_missed,
+)
 
 __all__ = ["FRAMEWORK"]
 
 
 def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
-    shards = llm.num_shards if llm.gathers else 1
+    num_layers = spec.module("llm").num_layers
+    layers = [len(part) for part in plan.layers_of("llm", num_layers)]
+    planned = plan.recomputed_of("llm", num_layers)
+    made = on_one_mesh(plan, spec, {"llm": layers if any(planned) else planned}, as_fsdp2(llm))
+    shards = llm.num_shards if llm.gathers else llm.dp
     emitted = Emitted(
+        plan=made,
         flags={
             "--parallelism.tensor_parallel_degree": str(llm.tp),
             "--parallelism.pipeline_parallel_degree": str(llm.pp),
             "--parallelism.data_parallel_shard_degree": str(shards),
             "--parallelism.data_parallel_replicate_degree": str(llm.dp // shards),
             "--training.global_batch_size": str(micro_batch * plan.num_buckets),
-        }
+        },
     )
     flags, beyond = emitted.flags, emitted.beyond
-    num_layers = spec.module("llm").num_layers
-    layers = [len(part) for part in plan.layers_of("llm", num_layers)]
     if llm.pp == 1:
         flags["--training.local_batch_size"] = str(micro_batch)
     else:
         flags["--training.local_batch_size"] = str(micro_batch * plan.num_microbatches)
         flags["--parallelism.pipeline_parallel_microbatch_size"] = str(micro_batch)
-        known = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
-        if plan.schedule in known:
-            flags["--parallelism.pipeline_parallel_schedule"] = known[plan.schedule]
-        else:
-            beyond.append(f"schedule {plan.schedule}: torch.distributed.pipelining has none that is the same")
+        flags["--parallelism.pipeline_parallel_schedule"] = TORCH_SCHEDULES[plan.schedule]
         if len(set(layers)) == 1:
             flags["--parallelism.pipeline_parallel_layers_per_stage"] = str(layers[0])
             flags["--parallelism.pipeline_parallel_first_stage_less_layers"] = "0"
@@ -42,16 +51,10 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         else:
             flags["--parallelism.module_fqns_per_model_part"] = _modules(layers)
             beyond.append(f"layers of each stage: {joined(layers)}; torchtitan 0.2 calls `lm_head` `output`")
-    if not llm.gathers and llm.dp > 1:
-        older = ", and torchtitan 0.2 demands it beside tensor or pipeline parallelism" if llm.tp * llm.pp > 1 else ""
-        beyond.append(
-            f"optimiser state shared among {llm.dp} replicas that keep whole parameters (ZeRO-1): replicas keep all of "
-            "it here, which takes more memory; `--parallelism.data_parallel_shard_degree` shares parameters as well"
-            + older
-        )
+    beyond += zero_1_is_missed(plan, made)
     beyond += encoders_beside(plan, spec, "torchtitan's flags know one mesh, that of the LLM")
     # A subcommand, which takes all that follows it as its own, stands last.
-    _recompute_in_flags(emitted, plan.recomputed_of("llm", num_layers), layers, llm.pp)
+    _recompute_in_flags(emitted, planned, layers, llm.pp)
     return emitted
 
 
