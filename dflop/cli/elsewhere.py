@@ -74,16 +74,25 @@ def emit_option(function: Callable) -> Callable:
 
 
 def print_in_words_of(
-    framework: str, found: Any, baselines: Any, spec: Any, config: Any, plan_file: Path | None
+    framework: str,
+    found: Any,
+    baselines: Any,
+    plan_file: Path | None,
+    *,
+    config: Any,
+    spec: Any,
+    costs: Any,
+    samples: Any,
 ) -> None:
-    """Print the plan that was found as flags or config of a framework (`search.emit`). Beside the plan's file, if it is
-    written, goes a file with the same."""
+    """Print the plan that was found as flags or config of a framework (`comparison.emitted_plan`). Beside the plan's
+    file, if it is written, goes a file with the same."""
     from dflop.base import written_whole
-    from dflop.search.emit import FRAMEWORKS, emitted_text
+    from dflop.comparison import EmittedPlans
+    from dflop.search.emit import FRAMEWORKS
 
-    others = [*found.candidates, *(baseline.priced for baseline in baselines if baseline.priced)]
-    about = config.train.global_batch_size, config.model.trained
-    text = emitted_text(framework, found.best, others, spec, *about)
+    others = [candidate.plan for candidate in found.candidates]
+    others += [baseline.plan for baseline in baselines if baseline.plan]
+    text = EmittedPlans(config, spec, costs, samples).text(framework, found.best, others)
     click.echo(f"\n{text}")
     if plan_file:
         kind = "yaml" if FRAMEWORKS[framework].is_config else "txt"

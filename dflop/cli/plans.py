@@ -79,7 +79,8 @@ def plan_command(
     _echo_choice(out, best, cost_model, need)
     _echo_price(configs, best, baselines, num_samples=float(samples.times_drawn().sum()))
     if emit:
-        print_in_words_of(emit, found, baselines, spec, config, out)
+        about = {"config": config, "spec": spec, "costs": cost_model, "samples": samples}
+        print_in_words_of(emit, found, baselines, out, **about)
     if not explain:  # which says the same in full
         _echo_notes(found, baselines, config)
 

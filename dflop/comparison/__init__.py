@@ -2,12 +2,14 @@
 
 `systems/` has a file for each system; `compare` prices them, `table` writes the results, and `baselines` prices the
 usual ones for `dflop plan`. `ablation` compares parts of our system, `scaling` repeats the comparison at several sizes
-of the cluster. On the clock they are compared by `checks/side_by_side`.
+of the cluster. `emitted_plan` prices what other trainers make of our plan. On the clock they are compared by
+`checks/side_by_side`.
 """
 
 from dflop.comparison.ablation import ABLATION
 from dflop.comparison.baselines import price_baselines
 from dflop.comparison.compare import OURS, SystemRow, compare_systems
+from dflop.comparison.emitted_plan import EmittedPlans
 from dflop.comparison.scaling import keys_of_size, scaling_frame, scaling_text
 from dflop.comparison.systems import SYSTEMS, TODAYS, systems_of
 from dflop.comparison.systems.today import require_todays_layout
@@ -18,6 +20,7 @@ __all__ = [
     "OURS",
     "SYSTEMS",
     "TODAYS",
+    "EmittedPlans",
     "SystemRow",
     "compare_systems",
     "comparison_frame",
