@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from dflop.balance import LPT, RANDOM, Policy
 from dflop.base import UserError
 from dflop.comparison.systems.fsdp_balanced import SYSTEM as WITH_SAMPLER
@@ -76,22 +78,18 @@ class EmittedPlans:
         if unknown := self._without_costs(made):
             yield f"{planned}; as these {form} have it: not known, for want of costs of {unknown}"
             return
-        at_random = f"{self._takes(made, RANDOM)} with random batches"
         if made == plan:
-            yield f"{planned}, all of which these {form} say; {at_random}"
+            yield f"{planned}, all of which these {form} say; {self._takes(made, RANDOM)} with random batches"
         else:
-            by_sampler = self._takes(made, WITH_SAMPLER.policy)
-            yield f"{planned}; as these {form} have it: {at_random}, {by_sampler} with dflop's sampler"
+            yield f"{planned}; as these {form} have it: {self._both(made)}"
         if self._beyond_bytes(made):
-            yield self._way_out(framework, plan, emitted)
-        usual = {other: self._emit(framework, other).plan for other in others if other != plan}
-        steps = {
-            other: self._step_s(own, RANDOM)
-            for other, own in usual.items()
-            if not self._without_costs(own) and not self._beyond_bytes(own)
-        }
-        fastest = min(steps, key=steps.__getitem__, default=None)
-        if fastest and (self._beyond_bytes(made) or steps[fastest] < _WORTH_A_WORD * self._step_s(made, RANDOM)):
+            words, way_out = self._way_out(framework, plan)
+            made = way_out.plan
+            yield f"With {words}{_changed(emitted, way_out)}: {self._both(made)}"
+        usual = {other: self._emit(framework, other).plan for other in others}
+        steps = {other: self._random_s(own) for other, own in usual.items() if not self._without_costs(own)}
+        fastest = min(steps, key=steps.__getitem__, default=plan)
+        if steps.get(fastest, np.inf) < _WORTH_A_WORD * self._random_s(made):
             yield f"With random batches another plan is faster, {fastest}: {steps[fastest]:.3g} s; `plan.fixed` pins it"
 
     def _emit(self, framework: str, plan: Plan) -> Emitted:
@@ -104,19 +102,27 @@ class EmittedPlans:
             (f"{own.module} with {own.layout}" for own in plan.grids if own.layout not in known[own.module]), ""
         )
 
+    def _both(self, plan: Plan) -> str:
+        at_random, by_sampler = (self._takes(plan, policy) for policy in (RANDOM, WITH_SAMPLER.policy))
+        return f"{at_random} with random batches, {by_sampler} with dflop's sampler"
+
     def _takes(self, plan: Plan, policy: Policy) -> str:
         if needed_bytes := self._beyond_bytes(plan, policy):
             return f"no fit ({needed_bytes / 2**30:.3g} GiB a device of {self._config.cluster.memory_gib:.4g})"
         return f"{self._step_s(plan, policy):.3g} s"
+
+    def _random_s(self, plan: Plan) -> float:
+        """The step with random batches; infinite where they do not fit."""
+        return np.inf if self._beyond_bytes(plan) else self._step_s(plan, RANDOM)
 
     def _beyond_bytes(self, plan: Plan, policy: Policy = RANDOM) -> float:
         """Bytes that the fullest device needs where that is more than there are; else 0."""
         needed_bytes = self.pricer(plan, policy).needed_bytes()
         return needed_bytes if needed_bytes > self._limit_bytes else 0
 
-    def _way_out(self, framework: str, plan: Plan, emitted: Emitted) -> str:
-        """A line on the fastest way in which random batches fit, or else on the nearest: to recompute all that flags
-        can say, smaller microbatches, or both."""
+    def _way_out(self, framework: str, plan: Plan) -> tuple[str, Emitted]:
+        """The fastest way in which random batches fit, or else the nearest, in words and flags: to recompute all that
+        flags can say, smaller microbatches, or both."""
         size, num_microbatches = self._config.train.global_batch_size, plan.num_microbatches
         found: dict[str, Emitted] = {}
         while num_microbatches * plan.grid("llm").dp <= size:
@@ -126,13 +132,7 @@ class EmittedPlans:
                 if words and not FRAMEWORKS[framework].refusal(way):
                     found[" and ".join(words)] = self._emit(framework, way)
             num_microbatches *= 2
-        fitting = {words: way for words, way in found.items() if not self._beyond_bytes(way.plan)}
-        if fitting:
-            words = min(fitting, key=lambda words: self._step_s(fitting[words].plan, RANDOM))
-        else:
-            words = min(found, key=lambda words: self._beyond_bytes(found[words].plan))
-        takes = self._takes(found[words].plan, RANDOM)
-        return f"With {words}{_changed(emitted, found[words])}: {takes} with random batches"
+        return min(found.items(), key=lambda way: (self._beyond_bytes(way[1].plan), self._random_s(way[1].plan)))
 
 
 def _recomputing_all(plan: Plan) -> Plan:

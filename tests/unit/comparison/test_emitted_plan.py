@@ -23,6 +23,11 @@ APART = Plan(
     grids=(Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=3, rank_offset=1, pp=3)),
     num_microbatches=4,
 )
+TWO_REPLICAS = replace(
+    APART,
+    grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, rank_offset=2)),
+    num_microbatches=2,
+)
 WHOLE = Plan(
     placement="monolithic",
     grids=tuple(Grid(module=name, num_ranks=4, sharding="parameters") for name in ("vision", "llm")),
@@ -68,23 +73,26 @@ def prices_in(text: str) -> list[str]:
     return [line.removeprefix("# ") for line in lines]
 
 
+@pytest.mark.parametrize("plan", [APART, TWO_REPLICAS], ids=str)
 @pytest.mark.parametrize("framework", ["megatron", "automodel", "torchtitan"])
-def test_the_price_of_flags_is_what_the_comparison_gives_for_that_plan(framework, plans_of, tiny_spec, costs, samples):
+def test_the_price_of_flags_is_what_the_comparison_gives_for_that_plan(
+    framework, plan, plans_of, tiny_spec, costs, samples
+):
     config = make_config()
     plans = plans_of(config)
-    made = emit(framework, APART, tiny_spec, 16).plan
-    assert made != APART
+    made = emit(framework, plan, tiny_spec, 16).plan
+    assert made != plan
     pricer, batches = pricer_of(made, config, tiny_spec, costs), GlobalBatches.of(samples, 16, config.seed)
     at_random = [
         scheduled_by(megatron.SYSTEM, pricer, samples.take(batches[step]), config.seed, step) for step in range(3)
     ]
     by_sampler = plans.pricer(made, fsdp_balanced.SYSTEM.policy).candidate()
-    (said,) = prices_in(text_of(plans, framework, APART))
+    (said,) = prices_in(text_of(plans, framework, plan))
     have_it = (
         rf"Predicted step: {STEP} as planned; as these \w+ have it: {STEP} with random batches, {STEP} with dflop's"
     )
     found = re.fullmatch(f"{have_it} sampler", said)
-    expected = (plans.pricer(APART, LPT).mean_step_s(), np.mean([own.step_s for own in at_random]), by_sampler.step_s)
+    expected = (plans.pricer(plan, LPT).mean_step_s(), np.mean([own.step_s for own in at_random]), by_sampler.step_s)
     assert found.groups() == tuple(f"{step_s:.3g}" for step_s in expected)
 
 
@@ -129,24 +137,26 @@ def test_flags_that_do_not_fit_are_said_to_with_their_bytes_and_those_that_would
         "8 microbatches": replace(plan, num_microbatches=8),
         "full recomputing and 8 microbatches": replace(all_of_it, num_microbatches=8),
     }
-    ways = {words: emit("megatron", own, tiny_spec, 16) for words, own in ways.items()}
+    made_of = {words: emit("megatron", own, tiny_spec, 16).plan for words, own in ways.items()}
     steps = {
-        words: roomy.pricer(own.plan, RANDOM).mean_step_s()
-        for words, own in ways.items()
-        if gib_of(roomy, own.plan) <= between
+        words: roomy.pricer(own, RANDOM).mean_step_s()
+        for words, own in made_of.items()
+        if gib_of(roomy, own) <= between
     }
     best = min(steps, key=steps.__getitem__)
-    found = re.fullmatch(rf"With ([^(]*) \((.*)\): {STEP} with random batches", way)
+    found = re.fullmatch(rf"With ([^(]*) \((.*)\): {STEP} with random batches, {STEP} with dflop's sampler", way)
     assert (found[1], found[3]) == (best, f"{steps[best]:.3g}")
     assert ("--recompute-method uniform" in found[2]) == ("recomputing" in best)
     assert ("--micro-batch-size 1" in found[2]) == ("microbatches" in best)
+    # Another plan is named only where it is faster than what is named here.
+    assert len(prices_in(text_of(plans, "megatron", plan, list(ways.values())))) == 2
 
 
 def test_where_nothing_fits_the_nearest_is_told(plans_of):
     needed_gib = gib_of(plans_of(make_config()), PIPELINE)
     said, way = prices_in(text_of(plans_of(make_config(memory_gib=needed_gib / 100)), "megatron", PIPELINE))
     assert "no fit" in said
-    assert re.fullmatch(r"With .*: no fit \(.* GiB a device of .*\) with random batches", way)
+    assert re.fullmatch(r"With .*: no fit \(.* GiB a device of .*\) with random batches, no fit .*", way)
 
 
 def test_another_plan_that_is_faster_with_random_batches_is_named(plans_of):
