@@ -57,6 +57,13 @@ def test_a_manifest_and_a_config_are_enough_for_a_plan_and_its_page(planned):
     assert "these costs are analytic, and nothing was measured on your devices" in page
 
 
+def test_the_plan_in_another_trainers_words_is_a_file_with_its_price(planned):
+    text = (planned / "plan.torchtitan.txt").read_text()
+    assert "--parallelism.tensor_parallel_degree 1 " in text
+    step_s = yaml.safe_load((planned / "plan.yaml").read_text())["predicted"]["step_s"]
+    assert f"# Predicted step: {step_s:.3g} s as planned" in text
+
+
 def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_path, monkeypatch, capsys):
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A picture."}]
     records = [
