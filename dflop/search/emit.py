@@ -6,8 +6,8 @@ those of the releases in `FRAMEWORKS`, one framework a file in `emitters/`.
 """
 
 from dflop.models import ModelSpec
-from dflop.plan import Plan
-from dflop.search.emitted import Emitted
+from dflop.plan import Grid, Plan
+from dflop.search.emitted import Emitted, joined
 from dflop.search.emitters import FRAMEWORKS
 
 __all__ = ["FRAMEWORKS", "Emitted", "emit"]
@@ -19,6 +19,7 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
     micro_batch = max(1, round(global_batch_size / plan.num_buckets))
     emitted = FRAMEWORKS[framework].flags_of(plan, spec, micro_batch)
     emitted.beyond += [
+        *_made_otherwise(plan, emitted.plan, spec),
         "who computes which samples: this plan's step is that of regrouped batches; `dflop.BalancedBatchSampler` "
         "regroups them in a loop of your own",
         "lengths and precision: predicted steps are those of microbatches of packed samples, in `train.precision`; "
@@ -30,3 +31,24 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
             f"{micro_batch}, {micro_batch * plan.num_buckets} in all"
         )
     return emitted
+
+
+def _made_otherwise(plan: Plan, made: Plan, spec: ModelSpec) -> list[str]:
+    """Sentences on what replicas share and which layers are recomputed, where the framework's plan differs."""
+    sentences = []
+    for what, of_grid in (("what replicas share", _shared), ("recomputed layers", _recomputed)):
+        planned, flagged = ([f"{grid.module} {of_grid(own, grid, spec)}" for grid in own.grids] for own in (plan, made))
+        if differ := [(ours, theirs) for ours, theirs in zip(planned, flagged, strict=True) if ours != theirs]:
+            ours, theirs = map(", ".join, zip(*differ, strict=True))
+            sentences.append(f"{what}: {ours}; as the flags have it: {theirs}")
+    return sentences
+
+
+def _shared(plan: Plan, grid: Grid, spec: ModelSpec) -> str:
+    return f"parameters among {grid.num_shards}" if grid.gathers else "the optimiser's state (ZeRO-1)"
+
+
+def _recomputed(plan: Plan, grid: Grid, spec: ModelSpec) -> str:
+    """The recomputed layers of each of the LLM's stages, or all of an encoder's, whose stages no framework has."""
+    counts = plan.recomputed_of(grid.module, spec.module(grid.module).num_layers)
+    return joined(counts if grid.module == "llm" else [sum(counts)])

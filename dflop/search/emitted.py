@@ -23,9 +23,7 @@ __all__ = [
     "on_one_mesh",
     "recomputed_all_or_none",
     "recomputed_by_module",
-    "recomputed_otherwise",
     "split_or_apart",
-    "zero_1_is_missed",
 ]
 
 # The names of schedules in torch.distributed.pipelining.
@@ -122,17 +120,6 @@ def as_fsdp2(llm: Grid) -> Mapping[str, object]:
     return {} if llm.gathers or llm.dp == 1 or llm.pp > 1 else SHARED_BY_ALL
 
 
-def zero_1_is_missed(plan: Plan, made: Plan) -> list[str]:
-    """A sentence where replicas share parameters that keep whole ones in the plan."""
-    llm = plan.grid("llm")
-    if llm.gathers or not made.grid("llm").gathers:
-        return []
-    return [
-        f"optimiser state shared among {llm.dp} replicas that keep whole parameters (ZeRO-1): FSDP2 shares parameters, "
-        f"too, and gathers them for each of the {plan.num_microbatches} microbatches"
-    ]
-
-
 def split_or_apart(plan: Plan) -> str | None:
     """The refusal of frameworks that have the whole model on every device."""
     if any(grid.num_ranks != plan.world_size for grid in plan.grids):
@@ -142,69 +129,41 @@ def split_or_apart(plan: Plan) -> str | None:
     return None
 
 
-def recomputed_otherwise(place: str, planned: Sequence[int], flagged: Sequence[int]) -> list[str]:
-    """A sentence on how many layers the plan and the flags recompute in each place, if these numbers differ."""
-    if list(planned) == list(flagged):
-        return []
-    return [
-        f"recomputed layers of each {place}: {joined(planned)}; the flags are the same for all and recompute "
-        f"{joined(flagged)}"
-    ]
-
-
 def recomputed_by_module(plan: Plan, spec: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
     """How many layers of each module the plan recomputes, and how many there are."""
     layers = {grid.module: spec.module(grid.module).num_layers for grid in plan.grids}
     return {module: sum(plan.recomputed_of(module, number)) for module, number in layers.items()}, layers
 
 
-def recomputed_all_or_none(plan: Plan, spec: ModelSpec) -> tuple[dict[str, Sequence[int]], list[str]]:
-    """The recomputed layers of each module, in frameworks with one switch for the whole model, and a sentence on
-    what that is beyond the plan. Empty where the plan recomputes nothing."""
+def recomputed_all_or_none(plan: Plan, spec: ModelSpec) -> dict[str, Sequence[int]]:
+    """The recomputed layers of each module in frameworks with one switch for the whole model; empty for none."""
     planned, layers = recomputed_by_module(plan, spec)
-    if not any(planned.values()):
-        return {}, []
-    sentences = recomputed_otherwise("module", list(planned.values()), list(layers.values()))
-    return {module: (count,) for module, count in layers.items()}, sentences
+    return {module: (count,) for module, count in layers.items()} if any(planned.values()) else {}
 
 
-def encoders_beside(plan: Plan, spec: ModelSpec, why: str, *, recomputing_is_said: bool = False) -> list[str]:
+def encoders_beside(plan: Plan, spec: ModelSpec, why: str) -> list[str]:
     sentences = []
     for grid in plan.grids[:-1]:
         num_layers = spec.module(grid.module).num_layers
         layers = joined([len(part) for part in plan.layers_of(grid.module, num_layers)])
-        recomputed = plan.recomputed_of(grid.module, num_layers)
         stages = f"{grid.pp} stage{'s' if grid.pp > 1 else ''} ({layers} layers)"
         layout = f"{grid.module}: tp {grid.tp}, {stages}, {grid.dp} replicas"
-        recomputing = f", recomputing {joined(recomputed)} of its {layers} layers, which no flag says"
-        recomputing = recomputing if any(recomputed) and not recomputing_is_said else ""
         llm = plan.grid("llm")
-        if (grid.sharding, grid.num_shards) != (llm.sharding, llm.num_shards):
-            sentences.append(
-                f"{grid.module}'s replicas share {_shared(grid)}, the LLM's {_shared(llm)}; what stands above gives "
-                "both the LLM's sharding"
-            )
         if plan.placement == "monolithic":
             where = "inside the LLM's first stage on the LLM's grid: put it into your model there"
-            sentences.append(f"{layout}, {where}{recomputing}")
+            sentences.append(f"{layout}, {where}")
             continue
         if plan.placement == "colocated" and (grid.layout, grid.pp, grid.dp) == (llm.layout, llm.pp, llm.dp):
             where = "on the LLM's own mesh, so it fits; the plan encodes all media of a step before the LLM begins"
-            sentences.append(f"{layout}, {where}{recomputing}")
+            sentences.append(f"{layout}, {where}")
             continue
-        sentences.append(f"{layout} ({plan.placement}): {why}; it takes a grid and a loop of your own{recomputing}")
+        sentences.append(f"{layout} ({plan.placement}): {why}; it takes a grid and a loop of your own")
     if (num_ranks := plan.grid("llm").num_ranks) < plan.world_size:
         sentences.append(
             f"devices: the sizes above are for {num_ranks} of the plan's {plan.world_size}, and so are all figures; on "
             "all of them there is another number of replicas"
         )
     return sentences
-
-
-def _shared(grid: Grid) -> str:
-    """What the replicas of a module share, in words."""
-    what = "parameters" if grid.gathers else "the optimiser's state"
-    return f"{what} among {grid.num_shards if grid.gathers else grid.dp}"
 
 
 def joined(counts: Sequence[int]) -> str:

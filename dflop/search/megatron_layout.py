@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dflop.models import ModelSpec
 from dflop.plan import PLAIN_SCHEDULE, Plan
-from dflop.search.emitted import SHARED_BY_ALL, Emitted, joined, on_one_mesh, recomputed_otherwise
+from dflop.search.emitted import SHARED_BY_ALL, Emitted, joined, on_one_mesh
 
 __all__ = ["megatron_layout"]
 
@@ -37,7 +37,6 @@ def megatron_layout(
         plan = replace(plan, schedule=PLAIN_SCHEDULE)
     planned = plan.recomputed_of("llm", spec.module("llm").num_layers)
     recomputing, recomputed = _recomputing(planned, layers)
-    beyond += recomputed_otherwise("stage", planned, recomputed)
     sharing = SHARED_BY_ALL if llm.gathers and not has_hybrid else {}
     made = on_one_mesh(plan, spec, {**(of_encoders or {}), "llm": recomputed}, sharing)
     return Emitted(plan=made, flags=flags | recomputing, beyond=beyond)

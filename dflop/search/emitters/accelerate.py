@@ -19,7 +19,7 @@ __all__ = ["FRAMEWORK"]
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
-    recomputed, sentences = recomputed_all_or_none(plan, spec)
+    recomputed = recomputed_all_or_none(plan, spec)
     emitted = Emitted(
         plan=on_one_mesh(plan, spec, recomputed),
         flags={
@@ -58,8 +58,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         }
         if recomputed:
             beyond.append("recomputed layers: `gradient_checkpointing` is an argument of the trainer, not of this file")
-    beyond += sentences
-    beyond += encoders_beside(plan, spec, "Accelerate knows one mesh", recomputing_is_said=True)
+    beyond += encoders_beside(plan, spec, "Accelerate knows one mesh")
     return emitted
 
 

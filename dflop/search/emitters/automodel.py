@@ -14,8 +14,6 @@ from dflop.search.emitted import (
     joined,
     on_one_mesh,
     recomputed_by_module,
-    recomputed_otherwise,
-    zero_1_is_missed,
 )
 
 __all__ = ["FRAMEWORK"]
@@ -48,17 +46,15 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         keys["distributed.defer_fsdp_grad_sync"] = False
     if llm.gathers and llm.num_shards != llm.dp:
         keys["distributed.dp_replicate_size"] = llm.dp // llm.num_shards
-    beyond += zero_1_is_missed(plan, emitted.plan)
     if any(recomputed.values()):
         keys["distributed.activation_checkpointing"] = True
         encoders = [grid.module for grid in plan.grids[:-1]]
         if not all(recomputed.values()):
             named = {"language": recomputed["llm"], **{module: recomputed[module] for module in encoders}}
             keys["distributed.activation_checkpointing_scope"] = [name for name, count in named.items() if count]
-        beyond += recomputed_otherwise("module", list(recomputed.values()), list(flagged.values()))
     if llm.pp > 1:
         _pipeline(emitted, plan, stages, micro_batch)
-    beyond += encoders_beside(plan, spec, "AutoModel knows one mesh, that of the LLM", recomputing_is_said=True)
+    beyond += encoders_beside(plan, spec, "AutoModel knows one mesh, that of the LLM")
     return emitted
 
 

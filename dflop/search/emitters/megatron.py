@@ -37,10 +37,7 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "`CUDA_DEVICE_MAX_CONNECTIONS` is not 1"
         )
         if llm.num_shards != llm.dp:
-            beyond.append(
-                f"parameters shared among {llm.num_shards} replicas of {llm.dp}: `--use-torch-fsdp2` shares them by "
-                "all; for such a sharding see the documentation of Megatron-FSDP"
-            )
+            beyond.append("for parameters shared by some of the replicas see the documentation of Megatron-FSDP")
     else:
         # Plans are priced with gradient syncs that hide behind passes.
         flags |= dict.fromkeys(("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"))

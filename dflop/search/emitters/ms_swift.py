@@ -2,7 +2,7 @@
 
 from dflop.models import ModelSpec
 from dflop.plan import Plan
-from dflop.search.emitted import Emitted, Framework, encoders_beside, recomputed_by_module, recomputed_otherwise
+from dflop.search.emitted import Emitted, Framework, encoders_beside, recomputed_by_module
 from dflop.search.megatron_layout import megatron_layout
 
 __all__ = ["FRAMEWORK"]
@@ -30,18 +30,10 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "encoders and projectors are frozen unless `--freeze_vit false` and `--freeze_aligner false` are given; "
             "the predicted step is that of `model.freeze` in the config"
         )
-    if recomputes_encoders:
-        planned, flagged = ([of[module] for module in encoders] for of in (recomputed, layers))
-        beyond += recomputed_otherwise("encoder", planned, flagged)
     if llm.gathers:
         values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
         beyond.append("`--use_megatron_fsdp` demands that `CUDA_DEVICE_MAX_CONNECTIONS` is more than 1")
-        if llm.num_shards != llm.dp:
-            beyond.append(
-                f"parameters shared among {llm.num_shards} replicas of {llm.dp}: `--use_megatron_fsdp` shares them by "
-                "all, so that layers are gathered between nodes, too"
-            )
-    beyond += encoders_beside(plan, spec, "`megatron sft` knows one grid, that of the LLM", recomputing_is_said=True)
+    beyond += encoders_beside(plan, spec, "`megatron sft` knows one grid, that of the LLM")
     flags = {
         f"--{name}": str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()
     }

@@ -13,8 +13,6 @@ from dflop.search.emitted import (
     encoders_beside,
     joined,
     on_one_mesh,
-    recomputed_otherwise,
-    zero_1_is_missed,
 )
 
 __all__ = ["FRAMEWORK"]
@@ -51,7 +49,6 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         else:
             flags["--parallelism.module_fqns_per_model_part"] = _modules(layers)
             beyond.append(f"layers of each stage: {joined(layers)}; torchtitan 0.2 calls `lm_head` `output`")
-    beyond += zero_1_is_missed(plan, made)
     beyond += encoders_beside(plan, spec, "torchtitan's flags know one mesh, that of the LLM")
     # A subcommand, which takes all that follows it as its own, stands last.
     _recompute_in_flags(emitted, planned, layers, llm.pp)
@@ -81,7 +78,6 @@ def _recompute_in_flags(emitted: Emitted, recomputed: Sequence[int], layers: Seq
         return
     held = [sum(layers[rank::pp]) for rank in range(pp)]
     emitted.flags["activation-checkpoint:full"] = None
-    emitted.beyond += recomputed_otherwise("pipeline rank", needed, held)
     every = min(num_layers // count for num_layers, count in zip(held, needed, strict=True) if count)
     older = "`--activation_checkpoint.mode full`"
     if every > 1:

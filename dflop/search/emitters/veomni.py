@@ -10,7 +10,6 @@ from dflop.search.emitted import (
     on_one_mesh,
     recomputed_all_or_none,
     split_or_apart,
-    zero_1_is_missed,
 )
 
 __all__ = ["FRAMEWORK"]
@@ -19,7 +18,7 @@ __all__ = ["FRAMEWORK"]
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
     shards = llm.num_shards if llm.gathers else llm.dp
-    recomputed, sentences = recomputed_all_or_none(plan, spec)
+    recomputed = recomputed_all_or_none(plan, spec)
     emitted = Emitted(
         plan=on_one_mesh(plan, spec, recomputed, as_fsdp2(llm)),
         flags={
@@ -37,9 +36,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         "with `dyn_bsz: true` it packs samples by their tokens, up to `micro_batch_size` x `max_seq_len`; a step then "
         "has another number of samples than the plan's, and the sizes above mean tokens"
     )
-    beyond += zero_1_is_missed(plan, emitted.plan)
-    beyond += sentences
-    beyond += encoders_beside(plan, spec, "VeOmni knows one mesh", recomputing_is_said=True)
+    beyond += encoders_beside(plan, spec, "VeOmni knows one mesh")
     return emitted
 
 

@@ -118,9 +118,11 @@ def test_devices_and_sharding_of_encoders_that_no_flag_has_are_named(framework):
     assert "the sizes above are for 56 of the plan's 64" in " ".join(emit(framework, PIPELINE, SPEC, 512).beyond)
     vision = Grid(module="vision", num_ranks=64)
     said = " ".join(emit(framework, replace(SHARED, grids=(vision, SHARED.grid("llm"))), SPEC, 512).beyond)
-    assert "vision's replicas share the optimiser's state among 64, the LLM's parameters among 8" in said
+    kept = framework in ("megatron_bridge", "torchtitan", "automodel")
+    told = "vision the optimiser's state (ZeRO-1)" + (";" if kept else ", llm parameters among 8;")
+    assert f"what replicas share: {told} as the flags have it: vision parameters among {8 if kept else 64}" in said
     same = " ".join(emit(framework, SHARED, SPEC, 512).beyond)
-    assert "replicas share" not in same
+    assert ("replicas share" not in same) == kept
     assert "the sizes above" not in same
 
 
@@ -135,7 +137,7 @@ def test_the_text_is_a_shell_command_with_comments():
     assert text.splitlines()[1] == "# as flags of Megatron-LM with Megatron Core 0.16:"
     for line in text.splitlines():
         assert re.match(r"# |--[\w-]+( [\w*|]+)?( \\)?$|$", line), line
-    assert "parameters shared among 8 replicas of 64" in text
+    assert "llm parameters among 8; as the flags have it: vision parameters among 64, llm parameters among 64" in text
     assert "--no-gradient-accumulation-fusion" in text  # without which Megatron-LM refuses FSDP2
 
 
@@ -192,13 +194,16 @@ def dealt_by_number(every: int, layers: list[int], pp: int) -> list[int]:
     return counts
 
 
-def said_of_recomputed(emitted: Emitted) -> list[tuple[list[int], list[int]]]:
-    """Planned and flagged numbers of layers in the sentences that say that they differ."""
-    pattern = r"recomputed layers of each [a-z ]+: ([\d+]+); .* recompute ([\d+]+)"
+def said_of_recomputed(emitted: Emitted) -> dict[str, tuple[list[int], list[int]]]:
+    """By module, planned and flagged numbers of layers in the sentence that says that they differ."""
+    pattern = r"recomputed layers: (.*); as the flags have it: (.*)"
     found = [match for sentence in emitted.beyond if (match := re.fullmatch(pattern, sentence))]
-    assert len(found) == sum("recomputed layers" in sentence for sentence in emitted.beyond)
-    planned, flagged = ([[int(count) for count in match[group].split("+")] for match in found] for group in (1, 2))
-    return list(zip(planned, flagged, strict=True))
+    assert len(found) <= 1
+    planned, flagged = (
+        {module: [int(count) for count in counts.split("+")] for module, counts in re.findall(r"(\w+) ([\d+]+)", side)}
+        for side in (found[0].groups() if found else ("", ""))
+    )
+    return {module: (planned[module], flagged[module]) for module in planned}
 
 
 @st.composite
@@ -220,15 +225,14 @@ def test_every_stage_and_rank_recomputes_what_it_needs_and_what_it_does_beyond_i
     flagged = of_megatron(emitted.flags, layers)
     assert all(own >= count for own, count in zip(flagged, needed, strict=True))
     assert max(flagged) == max(needed)
-    assert said_of_recomputed(emitted) == ([] if flagged == needed else [(needed, flagged)])
+    assert said_of_recomputed(emitted) == ({} if flagged == needed else {"llm": (needed, flagged)})
 
     emitted = emit("torchtitan", plan, SPEC, 512)
-    needed = [sum(needed[rank :: llm.pp]) for rank in range(llm.pp)]
-    held = [sum(layers[rank :: llm.pp]) for rank in range(llm.pp)]
     kind = "full" if any(needed) else "none"
     assert f"activation-checkpoint:{kind}" in emitted.flags
-    assert said_of_recomputed(emitted) == ([(needed, held)] if any(needed) and needed != held else [])
+    assert said_of_recomputed(emitted) == ({"llm": (needed, layers)} if any(needed) and needed != layers else {})
 
+    needed = [sum(needed[rank :: llm.pp]) for rank in range(llm.pp)]
     every, flagged = of_older_torchtitan(emitted.beyond, layers, llm.pp)
     assert all(own >= count for own, count in zip(flagged, needed, strict=True))
     if every > 1:
@@ -239,7 +243,7 @@ def test_every_stage_and_rank_recomputes_what_it_needs_and_what_it_does_beyond_i
 
 
 @pytest.mark.parametrize(
-    ("plan", "megatron", "every", "of_stages", "of_ranks"),
+    ("plan", "megatron", "every", "of_megatron", "of_torchtitan"),
     [
         (recomputing((0, 0, 0, 0)), None, 0, None, None),
         (recomputing((7, 7, 7, 7)), ("uniform", "1"), 1, None, None),
@@ -255,27 +259,29 @@ def test_every_stage_and_rank_recomputes_what_it_needs_and_what_it_does_beyond_i
             ("block", "2"),
             2,
             "2+2+2+2+2+2+2+2",
-            "7+7+7+7",
+            "4+4+4+4+3+3+3+3",
         ),
     ],
 )
-def test_partial_recomputing_in_either_frameworks_flags(plan, megatron, every, of_stages, of_ranks):
+def test_partial_recomputing_in_either_frameworks_flags(plan, megatron, every, of_megatron, of_torchtitan):
+    def flagged(emitted: Emitted) -> str | None:
+        said = said_of_recomputed(emitted)
+        return "+".join(map(str, said["llm"][1])) if said else None
+
     emitted = emit("megatron", plan, SPEC, 512)
     said = tuple(emitted.flags.get(f"--recompute-{name}") for name in ("method", "num-layers"))
     assert said == (megatron or (None, None))
-    assert ["+".join(map(str, flagged)) for _, flagged in said_of_recomputed(emitted)] == [of_stages] * bool(of_stages)
+    assert flagged(emitted) == of_megatron
     emitted = emit("torchtitan", plan, SPEC, 512)
     layers = [len(own) for own in plan.layers_of("llm", 28)]
     assert of_older_torchtitan(emitted.beyond, layers, plan.grid("llm").pp)[0] == every
-    assert ["+".join(map(str, flagged)) for _, flagged in said_of_recomputed(emitted)] == [of_ranks] * bool(of_ranks)
+    assert flagged(emitted) == of_torchtitan
 
 
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
 def test_the_encoders_recomputed_layers_are_named(framework):
-    def of_vision(plan: Plan) -> str:
-        emitted = emit(framework, plan, SPEC, 512)
-        (sentence,) = (own for own in emitted.beyond if own.startswith("vision"))
-        return sentence
+    def of_vision(plan: Plan) -> tuple[list[int], list[int]] | None:
+        return said_of_recomputed(emit(framework, plan, SPEC, 512)).get("vision")
 
     colocated = Plan(
         placement="colocated",
@@ -289,15 +295,15 @@ def test_the_encoders_recomputed_layers_are_named(framework):
     flags = emit(framework, colocated, SPEC, 512).flags
     assert not any(name.startswith("--recompute") for name in flags)
     assert "activation-checkpoint:full" not in flags
-    assert of_vision(colocated).endswith(", recomputing 26 of its 26 layers, which no flag says")
+    assert of_vision(colocated) == ([26], [0])
 
     llm = PIPELINE.grid("llm")
     two_stages = replace(PIPELINE.grid("vision"), pp=2, recomputed=(13, 2))
     halves = replace(PIPELINE, grids=(two_stages, replace(llm, recomputed=(7,) * 4)), checkpointing=True)
-    assert ", recomputing 13+2 of its 13+13 layers, which no flag says" in of_vision(halves)
-    assert ", recomputing 26 of its 26 layers, which no flag says" in of_vision(SHARED)
-    assert "recomputing" not in of_vision(recomputing((7, 4, 2, 0)))
-    assert "recomputing" not in of_vision(PIPELINE)
+    assert of_vision(halves) == ([15], [0])
+    assert of_vision(SHARED) == ([26], [0])
+    assert of_vision(recomputing((7, 4, 2, 0))) is None
+    assert of_vision(PIPELINE) is None
 
 
 # ---- frameworks that read a config file, and those that share Megatron Core's names ----
@@ -391,7 +397,8 @@ def test_sharing_inside_nodes_is_said_where_there_are_words_for_it():
     assert emit("automodel", SHARED, SPEC, 512).flags["distributed.dp_replicate_size"] == 8
     veomni = emit("veomni", SHARED, SPEC, 512).flags
     assert (veomni["train.accelerator.dp_replicate_size"], veomni["train.accelerator.dp_shard_size"]) == (8, 8)
-    assert any("8 replicas of 64" in sentence for sentence in emit("ms_swift", SHARED, SPEC, 512).beyond)
+    swift = emit("ms_swift", SHARED, SPEC, 512).beyond
+    assert any("llm parameters among 8; as the flags have it" in sentence for sentence in swift)
 
 
 def test_zero_1_is_said_by_accelerate_and_becomes_fsdp_where_there_is_nothing_like_it():
@@ -454,7 +461,7 @@ def test_automodel_recomputes_the_modules_that_the_plan_does():
     # VeOmni has one switch for the whole model, and what it does beyond the plan is said.
     emitted = emit("veomni", ONE_MODULE, SPEC, 512)
     assert emitted.flags["train.gradient_checkpointing.enable"]
-    assert said_of_recomputed(emitted) == [([0, 28], [26, 28])]
+    assert said_of_recomputed(emitted) == {"vision": ([0], [26])}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
