@@ -51,6 +51,17 @@ PLANS = {
         grids=(Grid(module="vision", num_ranks=4, **SHARED), Grid(module="llm", num_ranks=4, tp=2, **SHARED)),
         num_microbatches=2,
     ),
+    "samples over several replicas": Plan(
+        placement="colocated",
+        grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, cp=4)),
+        num_microbatches=2,
+    ),
+    "samples over several replicas, pipelined, recomputing": Plan(
+        placement="disjoint",
+        grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, pp=2, cp=2, rank_offset=2)),
+        num_microbatches=2,
+        checkpointing=True,
+    ),
     "tensor parallelism, recomputing": Plan(
         placement="disjoint",
         grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, tp=2, rank_offset=2)),
