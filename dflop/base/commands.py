@@ -77,9 +77,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile-loading": Command("data.py", "loading", ("seed", *_SOURCES, "data.watch_media", *LIMITS, *_MODEL)),
     "fit-costs": Command("costs.py", "costs", ()),
-    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "plan")),
-    "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "schedule")),
-    "compare": Command("comparison.py", "report", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "plan", "schedule")),
+    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "plan")),
+    "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "schedule")),
+    "compare": Command(
+        "comparison.py", "report", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "plan", "schedule")
+    ),
     "train": Command(
         "training.py",
         "train",
@@ -88,7 +90,9 @@ COMMANDS: dict[str, Command] = {
             *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),
-    "report": Command("training.py", "report", ("run", *_BATCH, *_MODEL, *_TRAINED, "cluster", "schedule")),
+    "report": Command(
+        "training.py", "report", ("run", *_BATCH, *_MODEL, *_TRAINED, "cluster", "data.audio", "schedule")
+    ),
 }
 
 

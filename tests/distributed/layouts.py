@@ -154,7 +154,7 @@ def _with_shared_samples(pricer: Pricer, config: Config, shapes: SampleShapes, s
     degree = 2 ** rng.integers(0, llm.cp.bit_length(), len(shapes))
     degree = np.where(shapes.llm_tokens >= 4 * llm.cp, degree, 1)
     degree[0] = llm.cp
-    divided = SampleDivider(load_model_spec(config.model), config.data).divided(shapes, degree)
+    divided = SampleDivider(load_model_spec(config.model), config.data.audio).divided(shapes, degree)
     loads_s = pricer.problem(divided).loads_s
     dealt = deal_shares(loads_s, divided.llm_tokens.astype(float), degree, llm, pricer.plan.num_microbatches)
     assignment = pricer.assign(divided, *dealt)

@@ -138,7 +138,7 @@ def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad, config: Config) -> S
             np.full(num_samples, num_pictures),
         ),
     )
-    return SampleDivider(spec, config.data).divided(whole, np.full(num_samples, cp))
+    return SampleDivider(spec, config.data.audio).divided(whole, np.full(num_samples, cp))
 
 
 def _run(
