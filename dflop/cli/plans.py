@@ -46,7 +46,6 @@ def plan_command(
     from dflop.loading import read_loading_times
     from dflop.models import load_model_spec
     from dflop.search import (
-        beyond_device,
         candidates_frame,
         describe_choice,
         explain_choice,
@@ -74,8 +73,7 @@ def plan_command(
             text = describe_choice(found, baselines, config, cost_model, num_left_out=num_left_out, loading=need)
             path.write_text(text, encoding="utf-8")
     if explain:
-        beyond = beyond_device(best.plan, config, spec, cost_model, all_samples)
-        click.echo(explain_choice(found, baselines, config, cost_model, beyond) + "\n")
+        click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
     _echo_choice(out, best, cost_model, need)
     _echo_price(configs, best, baselines, num_samples=float(samples.times_drawn().sum()))
     if emit:

@@ -32,7 +32,7 @@ from dflop.search.pins import without_each
 from dflop.search.pipeline_bounds import MeanPipelines
 from dflop.search.recompute import JustEnough
 from dflop.search.row_bounds import MARGIN, Row, RowBounds
-from dflop.search.space import Splits, enumerate_space, plan_of
+from dflop.search.space import Splits, allowed_cp_sizes, enumerate_space, plan_of
 from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 from dflop.shapes import SampleShapes
@@ -136,14 +136,11 @@ def search_plans(
 
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
-    """Over up to how many replicas of a node samples may be computed, of the config's choices: more than one only if
-    the largest sample is more than a part of what a device computes of a batch (`SEARCH_FILL`)."""
-    fixed = config.plan.fixed.modules.get("llm") if config.plan.fixed else None
-    if fixed and fixed.cp:
-        return [fixed.cp]
+    """Of the sizes that the config allows those that are worth a search: more than one only as far as the largest
+    sample is more than a part of what a device computes of a batch (`SEARCH_FILL`)."""
+    sizes = allowed_cp_sizes(config)
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
-    most = min(config.cluster.devices_per_node, 2 ** math.ceil(math.log2(max(1.0, largest / SEARCH_FILL))))
-    return [size for size in sorted(config.plan.cp_sizes) if size == 1 or size <= most]
+    return [size for size in sizes if size == sizes[0] or size < 2 * largest / SEARCH_FILL]
 
 
 def _search_with(

@@ -22,6 +22,7 @@ from dflop.search.pins import without_each
 
 __all__ = [
     "Splits",
+    "allowed_cp_sizes",
     "enumerate_space",
     "even_layers",
     "llm_layers",
@@ -75,6 +76,14 @@ def enumerate_space(
     if rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
     return rows
+
+
+def allowed_cp_sizes(config: Config) -> list[int]:
+    """Over up to how many replicas of a node samples may be computed: the config's choices, in order."""
+    fixed = config.plan.fixed.modules.get("llm") if config.plan.fixed else None
+    if fixed and fixed.cp:
+        return [fixed.cp]
+    return [size for size in sorted(config.plan.cp_sizes) if size <= config.cluster.devices_per_node]
 
 
 def _rows(
