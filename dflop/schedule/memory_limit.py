@@ -269,8 +269,8 @@ def _replicas_that_differ(pricer: Pricer) -> Iterator[dict[str, int]]:
 def _detail(shapes: SampleShapes, index: int, needed_bytes: float, limit_bytes: float) -> str:
     return (
         f"{_named(shapes, index)}, takes {_gib(needed_bytes)} GiB of a device even alone in a microbatch, shared by as "
-        f"many replicas as may share it, and `cluster.memory_gib` is {_gib(limit_bytes)}; use devices with as much, more "
-        "replicas a sample (`plan.cp_sizes`), pipeline stages, tensor parallelism or checkpointing, or lower "
+        f"many replicas as may share it, and `cluster.memory_gib` is {_gib(limit_bytes)}; use devices with as much, "
+        "more replicas a sample (`plan.cp_sizes`), pipeline stages, tensor parallelism or checkpointing, or lower "
         "`data.max_llm_tokens`"
     )
 

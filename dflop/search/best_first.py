@@ -75,9 +75,10 @@ class SearchResult:
     num_finalists: int = 0
 
     def merged(self, other: "SearchResult") -> "SearchResult":
-        """The plans of both; of the other's, all are faster than the first of these."""
+        """The plans of both."""
+        best = min(self, other, key=lambda found: found.candidates[0].step_s)
         return replace(
-            other,
+            best,
             candidates=sorted([*self.candidates, *other.candidates], key=lambda candidate: candidate.step_s),
             num_plans=self.num_plans + other.num_plans,
             num_priced=self.num_priced + other.num_priced,
@@ -109,8 +110,9 @@ def search_plans(
 
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
-    Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched behind the others, and only for those
-    that are faster. They are priced as if shares were samples, which may lie on any replicas.
+    Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched first, those of more replicas before
+    others, and then only for plans as fast as these. They are priced as if shares were samples, which may lie on any
+    replicas.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -119,13 +121,12 @@ def search_plans(
     sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
     found, trouble = None, None
-    for cp in sizes:
-        if cp > 1:
-            batches = GroupedBatches(config, spec, costs, samples, cp)
+    for cp in reversed(sizes):
+        divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
-            own = _search_with(config, spec, costs, batches, progress, cp=cp, faster_than=found, **how)
+            own = _search_with(config, spec, costs, divided, progress, cp=cp, beside=found, **how)
         except UserError as error:
-            trouble = trouble or error
+            trouble = error
             continue
         if own is not None:
             found = own if found is None else found.merged(own)
@@ -155,9 +156,9 @@ def _search_with(
     splits_evenly: bool,
     compares: bool,
     cp: int,
-    faster_than: SearchResult | None,
+    beside: SearchResult | None,
 ) -> SearchResult | None:
-    """`search_plans` of one `cp`; None where no such plan is faster than what was found before.
+    """`search_plans` of one `cp`; None where no such plan would be a finalist beside what was found before.
 
     Raises:
         UserError: when the space is empty or nothing fits.
@@ -172,8 +173,8 @@ def _search_with(
     pinned = fixed.checkpointing if fixed else None
     num_certain = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
     search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_certain, pinned)
-    if faster_than:
-        search.limit_s = search.threshold_s = faster_than.candidates[0].step_s / _WORTH_IT
+    if beside:
+        search.limit_s = search.threshold_s = (1 + FINALISTS_PERCENT / 100) * beside.candidates[0].step_s
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -194,7 +195,7 @@ def _search_with(
         if tighter_s is not None:
             heapq.heappush(waiting, (tighter_s, level + 1, row))
     progress(len(order), len(order))
-    if faster_than and not search.num_priced:
+    if beside and not search.num_priced:
         return None
     return search.result(least_bound_s)
 
