@@ -109,6 +109,14 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
     samples, without_encoder = load_samples(shapes, spec.encoders)
     for media, count in without_encoder.items():
         click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
+    longest = int(samples.llm_tokens.max())
+    if spec.most_positions and longest > spec.most_positions:
+        count = int((samples.llm_tokens > spec.most_positions).sum())
+        click.echo(
+            f"warning: {count} samples have more tokens than {spec.name} has positions ({spec.most_positions:,}), up to "
+            f"{longest:,}: it was not made for them; lower `data.max_llm_tokens`, or set the checkpoint's `rope_scaling`",
+            err=True,
+        )
     held, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
     for line in describe_left_out(left_out):
         click.echo(f"too large for any plan, so {line}", err=True)

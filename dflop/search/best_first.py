@@ -131,8 +131,11 @@ def search_plans(
         if own is not None:
             found = own if found is None else found.merged(own)
     if found is None:
-        assert trouble is not None
-        raise trouble
+        raise trouble or UserError(
+            f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
+            "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
+            "leave it out, or use 1, 2, 4 or 8"
+        )
     return found
 
 

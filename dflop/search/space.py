@@ -56,8 +56,8 @@ def enumerate_space(
     """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
     `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
-    `within` come from. With `cp`, up to so many replicas of the LLM, of one node, compute a sample; there may be no
-    such layout.
+    `within` come from. With `cp`, up to so many replicas of the LLM compute a sample, of one node unless it is pinned;
+    there may be no such layout.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
@@ -71,7 +71,7 @@ def enumerate_space(
     rows = _rows(config, spec, layouts, splits, within)
     if cp > 1:
         divides = (pl.col("llm_shards") % cp == 0) | (cp % pl.col("llm_shards") == 0)
-        in_node = config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0
+        in_node = pl.lit(is_cp_pinned(config)) | (config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0)
         return rows.filter(pl.col("llm_dp") % cp == 0, divides, in_node).with_columns(llm_cp=pl.lit(cp, pl.Int32))
     if rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
@@ -79,11 +79,17 @@ def enumerate_space(
 
 
 def allowed_cp_sizes(config: Config) -> list[int]:
-    """Over up to how many replicas of a node samples may be computed: the config's choices, in order."""
-    fixed = config.plan.fixed.modules.get("llm") if config.plan.fixed else None
-    if fixed and fixed.cp:
-        return [fixed.cp]
+    """Over up to how many replicas samples may be computed: the pinned number, or the config's choices that a node has
+    devices for, in order."""
+    if is_cp_pinned(config):
+        return [config.plan.fixed.modules["llm"].cp]
     return [size for size in sorted(config.plan.cp_sizes) if size <= config.cluster.devices_per_node]
+
+
+def is_cp_pinned(config: Config) -> bool:
+    """Whether `plan.fixed` says over up to how many replicas samples are computed."""
+    fixed = config.plan.fixed
+    return fixed is not None and "llm" in fixed.modules and fixed.modules["llm"].cp is not None
 
 
 def _rows(
