@@ -113,8 +113,8 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
     if spec.most_positions and longest > spec.most_positions:
         count = int((samples.llm_tokens > spec.most_positions).sum())
         click.echo(
-            f"warning: {count} samples have more tokens than {spec.name} has positions ({spec.most_positions:,}), up to "
-            f"{longest:,}: it was not made for them; lower `data.max_llm_tokens`, or set the checkpoint's `rope_scaling`",
+            f"warning: {count} samples have up to {longest:,} tokens, more than {spec.name} has positions "
+            f"({spec.most_positions:,}): lower `data.max_llm_tokens`, or set `rope_scaling` in the checkpoint's config",
             err=True,
         )
     held, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
