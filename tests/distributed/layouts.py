@@ -82,18 +82,15 @@ OWN_RATES = {"last layers": {"lm_head.weight": (3e-3, 0.2)}}
 
 TWICE = (
     "disjoint 1+2, LLM pp 2",
-    "disjoint 3+2",
     "disjoint 1+2, LLM tp 2",
     "interleaved",
     "colocated encoder dp 4, LLM tp 2 pp 2",
     "bubble-filled pp 2 dp 2",
     "monolithic pp 2 dp 2",
     "parameters 2",
-    "parameters 2, tp 2",
     "parameters 2x2 of both",
     "parameters of the LLM",
     "three modules 1+1+2, LLM dp 2",
-    "three modules, parameters 2",
 )
 
 
