@@ -34,21 +34,17 @@ VARIED = {
     "disjoint 1+4, LLM tp 2 pp 2": "tied",
     "parameters of the LLM": "tied",
     "colocated pp 2 dp 2": "frozen vision",
-    "disjoint 1+1": "frozen llm",
     "bubble-filled pp 2": "frozen llm",
-    "parameters 2 of the LLM, tp 2": "frozen llm",
     # An encoder without its projector is frozen: of its pipeline only the last stage has a backward.
     "encoder pp 2": "projector",
     "bubble-filled pp 2 dp 2": "frozen encoder",
     "parameters of the first stage's encoder": "frozen encoder",
     "monolithic pp 2": "internvl",
-    "encoder pp 2 dp 2": "qwen",
     "colocated LLM tp 2": "qwen",
     "encoder pp 2, LLM pp 3": "qwen3",  # features go along between stages of the encoder, and of the LLM
     "disjoint 2+2, both tp 2, checkpointing": "qwen3",
     "disjoint 2+1": "damaged",
     "monolithic tp 2 dp 2": "damaged",
-    "parameters of the encoder": "damaged",
     "colocated interleaved": "last layers",
     "parameters 2": "last layers",
     "parameters 2, tp 2": "qwen last layers",
@@ -62,16 +58,27 @@ VARIED = {
     "disjoint 2+1, encoder tp 2": "qwen lora",
     "colocated pp 2": "qwen3 lora",
 }
-# Layouts that are a part of a larger one of their kind, which CI runs.
+# Layouts that are a part of a larger one of their kind, or of two, which CI runs.
 SMALLER = (
+    "disjoint 1+1",
+    "disjoint 1+2, LLM dp 2",
     "disjoint 4+1",
     "disjoint 1+4",
+    "encoder pp 2 dp 2",
     "colocated 1",
     "colocated 2",
+    "bubble-filled encoder dp 4, LLM tp 2 pp 2",
+    "monolithic pp 2 dp 2",
+    "monolithic tp 2 pp 2",
     "parameters 4, colocated",
     "parameters 2x2",
+    "parameters of the encoder",
+    "parameters 2 of the LLM, tp 2",
     "three modules 1+1+1",
+    "three modules 1+1+2, LLM pp 2",
     "three modules colocated 2",
+    "three modules colocated pp 2",
+    "three modules monolithic 2",
 )
 # Samples that several replicas compute together, of each family, with shared, frozen and adapted parameters.
 TOGETHER = (
