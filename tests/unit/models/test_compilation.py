@@ -121,7 +121,7 @@ def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(modu
         ("llava_onevision", "llm"),
         ("internvl", "vision"),
         ("qwen2_5_vl", "vision"),
-        ("qwen3_vl", "vision"),
+        pytest.param("qwen3_vl", "vision", marks=pytest.mark.exhaustive),
         ("qwen2_5_omni_thinker", "audio"),
     ],
 )
@@ -197,7 +197,8 @@ def all_modes(stage: LlmStage) -> None:
         stage.requires_grad_(is_trained)
         for lengths in ([7, 5], [30], [1]):
             text = text_of(lengths)
-            for is_training in (True, False):
+            # Evaluation computes no gradients, whatever is trained.
+            for is_training in (True, False) if is_trained and learns_input else (True,):
                 stage.train(is_training)
                 with torch.set_grad_enabled(is_training):
                     output = stage(stage.embed(text, []).detach().requires_grad_(learns_input), text)
@@ -206,15 +207,17 @@ def all_modes(stage: LlmStage) -> None:
 
 
 def test_every_mode_of_many_layers_is_compiled_and_where_torch_gives_up_it_is_counted():
-    stage = build("llm", num_layers=9)  # more than a function's graphs may be
-    compile_layers(stage, TRACED)
     before, num_compiled = compiled_so_far().num_eager, compiled_so_far().num_ended
-    all_modes(stage)
+    many, few = build("llm", num_layers=9), build("llm")  # nine are more than a function's graphs may be
+    for stage in (many, few):
+        compile_layers(stage, TRACED)
+    passed(many, [7, 5])
+    all_modes(few)
     assert compiled_so_far().num_eager == before
-    assert compiled_so_far().num_ended > num_compiled
+    assert compiled_so_far().num_ended > num_compiled + 9
     assert compiled_so_far().seconds > 0.0
     torch._dynamo.reset()
-    stage = build("llm", num_layers=3)
+    stage = build("llm", num_layers=1)
     compile_layers(stage, TRACED)
     with torch._dynamo.config.patch(recompile_limit=2):
         all_modes(stage)
