@@ -280,7 +280,7 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
     assert simulate_step_s(compiled, times) == timeline.step_s
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(cases())
 def test_carried_messages_go_one_after_the_other_as_in_the_instruction_lists(case):
     plan, frozen, slots, times = case
