@@ -1,6 +1,7 @@
 """`dflop plan --manifest`: from a manifest and a config.json to a plan, its page and its flags, without a GPU."""
 
 import json
+import re
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -78,7 +79,8 @@ def test_an_epoch_is_priced_beside_one_with_todays_layout(planned):
     out = (planned.parents[1] / "said").read_text()
     (priced,) = (line for line in out.splitlines() if " at 2.50 an hour" in line)
     assert priced.startswith("an epoch of 24 samples, 3 steps: ")
-    assert "an hour; with today's layout " in priced
+    ours, theirs = (f"{3 * 2 * step_s / 3600:.3g}" for step_s in (chosen["predicted"]["step_s"], today["step_s"]))
+    assert re.fullmatch(rf".* steps: {ours} \S+-hours, .* an hour; with today's layout {theirs} .*", priced)
     page = (planned / "report/index.html").read_text()
     assert "today&#39;s layout would take" in page
     assert "at 2.50 an hour" in page
