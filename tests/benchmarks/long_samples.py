@@ -1,18 +1,20 @@
 """What it brings that replicas share long samples: predicted for many clusters, and on this machine's clock.
 
     python tests/benchmarks/long_samples.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
-    python tests/benchmarks/long_samples.py --clock [--steps 12]
+    python tests/benchmarks/long_samples.py --clock [--steps 12] [--keep FOLDER]
 
 The table: for each mix the chosen plan of all plans, of those that share no sample, and FSDP with our sampler; then the
 fastest plan that divides every sample over 2, 4 or 8 replicas, as frameworks with a fixed degree do, with our groups.
 The first two are means of two scheduled batches, the others are prices. `work` is a lower bound of any schedule of the
 chosen plan. FOLDER, mixes and `--artifacts` are `regret.py`'s. All of it is predicted.
 
-On the clock: two processes, batches of eight texts of which about one is longer than all others together. Our plan with
-a degree of up to 2, without it, and DDP train in turns on the same batches, loaded before the clock starts.
+On the clock: two processes, batches of eight of the demo's samples and long texts, of which about one in a batch is
+longer than all others together. Our plan with a degree of up to 2, without it, and DDP train in turns on the same
+batches, loaded before the clock starts.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -38,7 +40,7 @@ from dflop.search import grouped_batches, pricer_of, search_plans, with_finalist
 from dflop.shapes import SampleShapes, load_samples
 
 BATCH_SIZES = {**regret.BATCH_SIZES, 512: 4096}
-NUM_RECORDS, LONG_EVERY, WORDS, LONG_WORDS = 400, 8, (8, 60), 1500
+NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 1500
 SHARED, WHOLE = "ours, samples shared", "ours, whole samples"
 
 
@@ -51,11 +53,14 @@ def main() -> None:
     parser.add_argument("--artifacts", type=Path, help="a folder to keep costs in")
     parser.add_argument("--clock", action="store_true", help="measure on this machine")
     parser.add_argument("--steps", type=int, default=12, help="steps that count on the clock")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the clock's run is made and stays")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.argv)}\n", flush=True)
     with tempfile.TemporaryDirectory() as name:
         if arguments.clock:
-            print_clock(Path(name), arguments.steps)
+            folder = arguments.keep or Path(name)
+            folder.mkdir(parents=True, exist_ok=True)
+            print_clock(folder.absolute(), arguments.steps)
             return
         planner.FAMILIES |= regret.MODELS
         print("  ours   work  whole  of it   FSDP  of it  fixed 2, 4, 8", flush=True)
@@ -120,10 +125,16 @@ def divided_always(config: Config, spec: ModelSpec, costs: CostModel, samples: S
 
 
 def print_clock(folder: Path, num_steps: int) -> None:
-    write_records(folder / "train.json")
+    write_records(folder / "long.json")
     run = {
         "run": "clock",
-        "data": {"sources": [{"path": "train.json"}], "max_llm_tokens": 8192},
+        "data": {
+            "sources": [
+                {"path": "results/demo-data/train.json", "sampling": f"first:{NUM_OF_DEMO}"},
+                {"path": "long.json"},
+            ],
+            "max_llm_tokens": 8192,
+        },
         "train": {"global_batch_size": 8},
     }
     (folder / "clock.yaml").write_text(yaml.safe_dump(parts.QUICK | run), encoding="utf-8")
@@ -137,7 +148,8 @@ def print_clock(folder: Path, num_steps: int) -> None:
     samples, _ = load_samples(results / "shapes.duckdb", spec.encoders)
     rows = [row_of(SHARED, [2], num_steps, config, spec, costs, samples)]
     rows.append(row_of(WHOLE, [1], num_steps, config, spec, costs, samples))
-    clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
+    with contextlib.chdir(folder):  # which the paths of the data begin at
+        clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
     ours = np.array(clocked[SHARED].seconds)
     predicted = {row.name: row.row.step_s for row in rows}
     print(" step  over ours  predicted, over ours")
@@ -167,13 +179,12 @@ def row_of(
 
 
 def write_records(path: Path) -> None:
-    """Conversations of a few words, and among them ones of many."""
+    """Conversations of many words."""
     rng, records = np.random.default_rng(0), []
-    for number in range(NUM_RECORDS):
-        count = LONG_WORDS if number % LONG_EVERY == 0 else int(rng.integers(*WORDS))
-        words = " ".join(rng.choice(["red", "boat", "seven", "under", "light", "north"], count))
+    for number in range(NUM_LONG):
+        words = " ".join(rng.choice(["red", "boat", "seven", "under", "light", "north"], LONG_WORDS))
         turns = [{"from": "human", "value": words}, {"from": "gpt", "value": "a boat under a light"}]
-        records.append({"id": str(number), "conversations": turns})
+        records.append({"id": f"long-{number}", "conversations": turns})
     path.write_text(json.dumps(records), encoding="utf-8")
 
 
