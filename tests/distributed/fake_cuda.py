@@ -180,6 +180,12 @@ class Recorder(TorchDispatchMode):
             _, _, peer, _ = args
             noted = self.sent if name == "send" else self.received
             noted[group.group_name, ranks[peer]] += sizes
+        elif name == "alltoall_base_":
+            _, _, _, num_received, num_sent, *_ = args
+            for noted, counts in ((self.received, num_received), (self.sent, num_sent)):
+                for peer, count in zip(ranks, counts, strict=True):
+                    noted[group.group_name, peer].append((count, sizes[0][0][1:], sizes[0][1]))
+            self.shared[ranks].append(name)
         else:
             roots = [own for own in args if type(own) is int]
             self.shared[ranks].append((name, sizes, roots))

@@ -41,7 +41,7 @@ from dflop.train.rank_model import RankModel, build_rank_model, forwards_that_re
 from dflop.train.topology import place_in_world
 from dflop.train.warm_up import warm_up
 
-__all__ = ["NUM_STEPS", "Precision", "check", "run_rank", "write_case", "write_expected"]
+__all__ = ["NUM_STEPS", "Precision", "check", "run_rank", "with_shared_samples", "write_case", "write_expected"]
 
 # Steps of the whole model. Layouts of each kind take two of them (`TWICE`), which shows that what the first changed is
 # what the second computes with, and the others the first.
@@ -141,11 +141,11 @@ def write_case(
     for step in range(_num_steps(name, variant)):
         schedule = scheduler.schedule(step)
         if PLANS[name].grid("llm").cp > 1:
-            schedule = _with_shared_samples(pricer, load_config(values), samples.take(batches[step]), step)
+            schedule = with_shared_samples(pricer, load_config(values), samples.take(batches[step]), step)
         (path / str(step)).write_bytes(schedule.to_bytes())
 
 
-def _with_shared_samples(pricer: Pricer, config: Config, shapes: SampleShapes, step: int) -> StepSchedule:
+def with_shared_samples(pricer: Pricer, config: Config, shapes: SampleShapes, step: int) -> StepSchedule:
     """A schedule in which random samples are shared over random numbers of replicas."""
     llm, rng = pricer.plan.grid("llm"), np.random.default_rng(step)
     degree = 2 ** rng.integers(0, llm.cp.bit_length(), len(shapes))

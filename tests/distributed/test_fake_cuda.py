@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from fake_cuda import Recorder, build_hooks, load_hooks
 from layout_plans import PLANS
+from layouts import with_shared_samples
 from processes import spawn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,6 +49,7 @@ IN_CI = {
     "colocated pp 2": "qwen",
     "bubble-filled pp 2": "internvl",
     "parameters 2": "qwen3",
+    "samples over 2": "qwen",
     "three modules colocated, encoders tp 2, LLM tp 2": "omni",
 }
 # Layouts that take a second step, with what the first one has changed. The others take one.
@@ -87,7 +89,10 @@ def prepare(request, tmp_path):
             (tmp_path / name).mkdir()
             (tmp_path / name / "config.json").write_text(json.dumps(config | {"model": model}))
             for step in range(_num_steps(name)):
-                (tmp_path / name / str(step)).write_bytes(scheduler.schedule(step).to_bytes())
+                schedule = scheduler.schedule(step)
+                if PLANS[name].grid("llm").cp > 1:
+                    schedule = with_shared_samples(pricer, load_config(config), samples.take(batches[step]), step)
+                (tmp_path / name / str(step)).write_bytes(schedule.to_bytes())
         return tmp_path
 
     return with_schedules
