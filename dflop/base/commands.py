@@ -36,7 +36,8 @@ _CLUSTER = (
     *("cluster.device", "cluster.num_nodes", "cluster.devices_per_node", "cluster.memory_gib"),
     *("cluster.intra_node_gbps", "cluster.inter_node_gbps", "cluster.device_model", "cluster.device_models"),
 )
-_BATCH = ("seed", "train.global_batch_size", "train.precision")
+# With `data.audio`, which a sound's tokens depend on: a long sample is divided by the tokens of its media.
+_BATCH = ("seed", "train.global_batch_size", "train.precision", "data.audio")
 
 
 @dataclass(frozen=True, slots=True)
