@@ -116,7 +116,7 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_the_bounds_that_c
     monkeypatch.setattr(attention, "_flash_attention", lambda is_hopper: ("flash-attn 2", flash))
     tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
-    torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, True), exact)
+    torch.testing.assert_close(attention._varlen(*tensors, ends, ends, 0.3, True), exact)
     assert seen == [ends.bounds]
     assert (ends.bounds.dtype, ends.bounds.tolist()) == (torch.int32, [0, 2, 3, 9])
 
@@ -180,7 +180,7 @@ def test_torchs_kernel_is_called_as_its_version_has_it(kernel, monkeypatch):
     tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     for is_causal in (True, False):
         exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3, is_causal=is_causal)
-        torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, is_causal), exact)
+        torch.testing.assert_close(attention._varlen(*tensors, ends, ends, 0.3, is_causal), exact)
 
 
 def test_the_installed_torchs_kernel_takes_what_it_is_passed():
