@@ -118,12 +118,19 @@ def search_plans(
     batches = GroupedBatches(config, spec, costs, samples)
     sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
-    found, trouble = None, None
+    found, trouble, num_before, num_plans = None, None, 0, 0
+
+    def go_on(done: int, total: int) -> None:
+        nonlocal num_plans
+        num_plans = num_before + total
+        progress(num_before + done, num_plans)
+
     for cp in sizes:
+        num_before = num_plans
         if cp > 1:
             batches = GroupedBatches(config, spec, costs, samples, cp)
         try:
-            own = _search_with(config, spec, costs, batches, progress, cp=cp, faster_than=found, **how)
+            own = _search_with(config, spec, costs, batches, go_on, cp=cp, faster_than=found, **how)
         except UserError as error:
             trouble = trouble or error
             continue
@@ -137,13 +144,17 @@ def search_plans(
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
     """Over up to how many replicas of a node samples may be computed, of the config's choices: more than one only if
-    the largest sample is more than a part of what a device computes of a batch (`SEARCH_FILL`)."""
+    the largest sample is more than a part of what a device computes of a batch (`SEARCH_FILL`), and the sizes of its
+    media are known."""
     fixed = config.plan.fixed.modules.get("llm") if config.plan.fixed else None
     if fixed and fixed.cp:
         return [fixed.cp]
+    if batches.largest.media is None:
+        return [1]
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
     most = min(config.cluster.devices_per_node, 2 ** math.ceil(math.log2(max(1.0, largest / SEARCH_FILL))))
-    return [size for size in sorted(config.plan.cp_sizes) if size == 1 or size <= most]
+    sizes = sorted(config.plan.cp_sizes)
+    return [size for size in sizes if size <= most] or sizes[:1]
 
 
 def _search_with(
@@ -167,8 +178,6 @@ def _search_with(
     """
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
     rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp)
-    if rows.is_empty():
-        return None
     links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     fixed = (within or config.plan).fixed
