@@ -65,9 +65,9 @@ def case(request, media, write_clip, costs, tmp_path_factory) -> Case:
     folder = tmp_path_factory.mktemp("shared")
     spec = load_model_spec(ModelConfig(family=family, preset="tiny"))
     shutil.copytree(media, folder / "media")
-    write_clip(folder / "small.mp4", size=(64, 64))
+    write_clip(folder / "small.mp4", size=(128, 128))
     if hasattr(spec.rules, "clip"):  # a limit for all frames together, which makes those of this clip smaller
-        rules = dataclasses.replace(spec.rules, clip=dataclasses.replace(spec.rules.clip, most=30_000))
+        rules = dataclasses.replace(spec.rules, clip=dataclasses.replace(spec.rules.clip, most=120_000))
         spec = dataclasses.replace(spec, rules=rules)
     (folder / "train.json").write_text(json.dumps(records_of(spec)))
     data = DataConfig(
