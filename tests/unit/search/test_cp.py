@@ -1,6 +1,6 @@
 """Plans whose LLM replicas share long samples: found where they gain, written, read, and refused in one line."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -9,6 +9,7 @@ from spaces import make_config, with_memory
 
 from dflop.base import UserError
 from dflop.plan import Grid, plan_from_dict
+from dflop.report.charts.plans import is_plan, modules_of, plan_labels
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search import candidates_frame
 from dflop.search.candidate import pricer_of
@@ -31,7 +32,7 @@ def scheduled_s(found, config, spec, costs, samples) -> float:
     """The mean step of the best plan's scheduled batches."""
     pricer = pricer_of(found.best.plan, config, spec, costs)
     batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
-    scheduler = BatchScheduler(samples, pricer, batches, dataclasses.replace(config.schedule, policy="lpt"), 0)
+    scheduler = BatchScheduler(samples, pricer, batches, replace(config.schedule, policy="lpt"), 0)
     return sum(scheduler.schedule(step).step_s for step in range(2)) / 2
 
 
@@ -50,6 +51,19 @@ def test_a_sample_that_outweighs_its_batch_is_shared_and_the_scheduled_step_is_s
     assert set(candidates_frame(whole)["llm_cp"]) == {1}
 
 
+def test_the_report_tells_plans_apart_that_differ_in_cp(long_tailed, search):
+    found = search(make_config(4, 32, cp_sizes=(1, 4), memory_gib=1e3), samples=long_tailed)
+    frame, plan = candidates_frame(found), found.candidates[0].plan
+    modules = modules_of(frame)
+    grids = tuple(replace(grid, cp=1) for grid in plan.grids)
+    row = frame.row(0, named=True)
+    assert is_plan(row, plan, modules)
+    assert not is_plan(row, replace(plan, grids=grids), modules)
+    labels = plan_labels(frame, frame, modules)
+    assert [" cp4" in label for label in labels] == [cp == 4 for cp in frame["llm_cp"]]
+    assert len(set(frame["llm_cp"])) == 2
+
+
 def test_where_samples_are_alike_nothing_changes(even, search):
     sharing, plain = (
         search(make_config(4, 512, cp_sizes=sizes, search_batches=1), samples=even) for sizes in ((1, 2, 4, 8), (1,))
@@ -63,7 +77,7 @@ def test_what_fits_only_if_it_is_shared_is_found(long_tailed, search):
     tight = with_memory(roomy, 0.7 * needed)
     with pytest.raises(UserError, match="no plan fits"):
         search(tight, samples=long_tailed)
-    tight = dataclasses.replace(tight, plan=dataclasses.replace(tight.plan, cp_sizes=[1, 4]))
+    tight = replace(tight, plan=replace(tight.plan, cp_sizes=[1, 4]))
     assert search(tight, samples=long_tailed).best.plan.grid("llm").cp == 4
 
 
