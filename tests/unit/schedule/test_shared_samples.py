@@ -1,12 +1,18 @@
 """Schedules of plans in which replicas share long samples: whole, held by memory, and no slower than without."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import duckdb
 import numpy as np
+import polars as pl
 import pytest
+import yaml
+from click.testing import CliRunner
 from long_samples import samples_of
 
+from dflop.cli import cli
 from dflop.config import ClusterConfig, DataConfig, ScheduleConfig
 from dflop.plan import Grid, Plan
 from dflop.report.schedules import price_preview
@@ -148,3 +154,24 @@ def test_the_preview_tells_shares_and_the_report_prices_them_as_they_were_schedu
     assert prices.step_s == pytest.approx(np.mean([own.step_s for own in schedules]))
     held = [max(scheduler.pricer.memory_bytes(own.shapes, own.assignment).values()) for own in schedules]
     assert prices.memory_bytes == pytest.approx(max(held))
+
+
+def test_the_command_says_how_many_samples_are_shared_and_writes_their_shares(make_run):
+    run = make_run(batch_size=24)
+    with duckdb.connect(str(run.paths["shapes"])) as connection:
+        tokens = "CASE WHEN row % 20 = 3 THEN 9000 ELSE 100 END"
+        connection.execute(f"UPDATE samples SET num_items = 0, kept_vision_tokens = 0, llm_tokens = {tokens}")
+    grids = Grid(module="vision", num_ranks=1), Grid(module="llm", num_ranks=2, rank_offset=1, cp=2)
+    plan = Plan(placement="disjoint", grids=grids, num_microbatches=2)
+    run.paths["plan"].write_text(yaml.safe_dump({"plan": plan.to_dict()}))
+    out = run.paths["plan"].with_name("schedule.parquet")
+    command = ["schedule", "--config", json.dumps(run.config), "--batches", "2", "--out", str(out)]
+    for name in ("shapes", "costs", "plan"):
+        command += [f"--{name}", str(run.paths[name])]
+    done = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    table = pl.read_parquet(out)
+    num_shared = len(table.filter(degree=2, share=0))
+    assert num_shared > 0
+    assert f"{num_shared} long samples over up to 2 replicas of the LLM each" in done.output
+    assert table.filter(share=0)["step"].value_counts()["count"].to_list() == [24, 24]
