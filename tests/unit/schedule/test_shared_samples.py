@@ -105,7 +105,7 @@ def test_where_memory_is_scarce_shares_hold_it(make_scheduler, samples):
     roomy = make_scheduler(plan).pricer
     longest = samples.take(samples.llm_tokens.argsort()[-1:])
     needed = max(roomy.memory_bytes(longest, roomy.assign(longest, np.array([0]), np.array([0]))).values())
-    little = replace(CLUSTER, memory_gib=0.8 * needed / 2**30)
+    little = replace(CLUSTER, memory_gib=0.6 * needed / 2**30)
     scheduler = make_scheduler(plan, "search", little)
     for step in range(NUM_STEPS):
         schedule = scheduler.schedule(step)
