@@ -10,6 +10,7 @@ from spaces import make_config, with_memory
 from dflop.base import UserError
 from dflop.plan import Grid, plan_from_dict
 from dflop.report.charts.plans import is_plan, modules_of, plan_labels
+from dflop.report.page import plans
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search import candidates_frame
 from dflop.search.candidate import pricer_of
@@ -59,6 +60,9 @@ def test_the_report_tells_plans_apart_that_differ_in_cp(long_tailed, search):
     row = frame.row(0, named=True)
     assert is_plan(row, plan, modules)
     assert not is_plan(row, replace(plan, grids=grids), modules)
+    facts = dict(plans._facts(plan, {}, memory_gib=80.0))
+    assert facts["long samples"] == "over up to 4 replicas of the LLM"
+    assert "long samples" not in dict(plans._facts(replace(plan, grids=grids), {}, memory_gib=80.0))
     labels = plan_labels(frame, frame, modules)
     assert [" cp4" in label for label in labels] == [cp == 4 for cp in frame["llm_cp"]]
     assert len(set(frame["llm_cp"])) == 2
