@@ -21,9 +21,10 @@ __all__ = ["make_run"]
 _LONGEST = tuple(
     f"test_{name}.py"
     for name in (
-        *("layouts", "plan_memory", "stopping", "compilation", "workflow", "analytic", "training", "elsewhere"),
-        *("shapes", "counted", "export", "step_search", "layouts_agree", "against_brute_force", "evaluation"),
-        *("model_arithmetic", "reruns", "stages", "examples", "service", "checkpoints", "page"),
+        *("training", "plan_memory", "stopping", "analytic", "workflow", "compilation", "layouts", "service"),
+        *("training_surroundings", "counted", "shapes", "elsewhere", "side_by_side", "page", "fake_cuda", "links"),
+        *("export", "model_arithmetic", "trainer_example", "reruns", "evaluation", "stages", "layouts_agree"),
+        *("against_brute_force", "tensor_parallel", "examples", "checkpoints"),
     )
 )
 

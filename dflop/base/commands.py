@@ -36,8 +36,7 @@ _CLUSTER = (
     *("cluster.device", "cluster.num_nodes", "cluster.devices_per_node", "cluster.memory_gib"),
     *("cluster.intra_node_gbps", "cluster.inter_node_gbps", "cluster.device_model", "cluster.device_models"),
 )
-# With `data.audio`, which a sound's tokens depend on: a long sample is divided by the tokens of its media.
-_BATCH = ("seed", "train.global_batch_size", "train.precision", "data.audio")
+_BATCH = ("seed", "train.global_batch_size", "train.precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile-loading": Command("data.py", "loading", ("seed", *_SOURCES, "data.watch_media", *LIMITS, *_MODEL)),
     "fit-costs": Command("costs.py", "costs", ()),
-    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "plan")),
-    "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "schedule")),
-    "compare": Command("comparison.py", "report", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "plan", "schedule")),
+    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "plan")),
+    "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "schedule")),
+    "compare": Command(
+        "comparison.py", "report", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "plan", "schedule")
+    ),
     "train": Command(
         "training.py",
         "train",
@@ -89,7 +90,9 @@ COMMANDS: dict[str, Command] = {
             *("model", *_CLUSTER, "schedule", "train"),
         ),
     ),
-    "report": Command("training.py", "report", ("run", *_BATCH, *_MODEL, *_TRAINED, "cluster", "schedule")),
+    "report": Command(
+        "training.py", "report", ("run", *_BATCH, *_MODEL, *_TRAINED, "cluster", "data.audio", "schedule")
+    ),
 }
 
 

@@ -32,13 +32,15 @@ def profile_costs(configs: tuple[str, ...], module: str, tp: int, bounds: Path |
 
     from dflop.costs import require_parquet
     from dflop.models import check_tp, load_model_spec, load_runtime
+    from dflop.plan.trained import EVERYTHING
 
     require_parquet(out)
     config = load_for("profile-costs", configs)
     spec = load_model_spec(config.model)
     check_tp(spec, module, tp)
-    runtime = load_runtime(spec.family)
-    runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained)
+    if config.model.trained != EVERYTHING:  # to import the family's layers takes seconds, and ranks do it again
+        runtime = load_runtime(spec.family)
+        runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained)
     if config.costs.source == "analytic":
         _write_analytic_costs(config, spec, module, tp, out)
     else:

@@ -46,7 +46,6 @@ def plan_command(
     from dflop.loading import read_loading_times
     from dflop.models import load_model_spec
     from dflop.search import (
-        beyond_device,
         candidates_frame,
         describe_choice,
         explain_choice,
@@ -74,8 +73,7 @@ def plan_command(
             text = describe_choice(found, baselines, config, cost_model, num_left_out=num_left_out, loading=need)
             path.write_text(text, encoding="utf-8")
     if explain:
-        beyond = beyond_device(best.plan, config, spec, cost_model, all_samples)
-        click.echo(explain_choice(found, baselines, config, cost_model, beyond) + "\n")
+        click.echo(explain_choice(found, baselines, config, cost_model) + "\n")
     _echo_choice(out, best, cost_model, need)
     _echo_price(configs, best, baselines, num_samples=float(samples.times_drawn().sum()))
     if emit:
@@ -111,6 +109,14 @@ def _samples_to_plan(config, spec, cost_model, shapes: Path):
     samples, without_encoder = load_samples(shapes, spec.encoders)
     for media, count in without_encoder.items():
         click.echo(f"{count} samples with {media} are left out: the model has no {media} encoder")
+    longest = int(samples.llm_tokens.max())
+    if spec.most_positions and longest > spec.most_positions:
+        count = int((samples.llm_tokens > spec.most_positions).sum())
+        click.echo(
+            f"warning: {count} samples have up to {longest:,} tokens, more than {spec.name} has positions "
+            f"({spec.most_positions:,}): lower `data.max_llm_tokens`, or set `rope_scaling` in the checkpoint's config",
+            err=True,
+        )
     held, left_out = leave_out_what_no_plan_holds(config, spec, cost_model, samples)
     for line in describe_left_out(left_out):
         click.echo(f"too large for any plan, so {line}", err=True)

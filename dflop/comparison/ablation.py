@@ -4,7 +4,8 @@ Parts are the *plan* (placement and grids), the *balance* of samples over bucket
 microbatches, the pipeline *schedule*, and the *sharding* of parameters among replicas. A row "only X" has nothing else
 of ours: the encoder is in the LLM's first stage, both have one grid, with 1F1B, sharded optimiser states and samples
 grouped at random; "only order" sorts the microbatches of random groups. A row "without X" has all parts but one. Each
-row has the fastest plan of its space. Balance and order are the quick ones, without our final step search.
+row has the fastest plan of its space. Balance and order are the quick ones, without our final step search. In no row
+do replicas share samples; the last has all parts but that one.
 """
 
 import numpy as np
@@ -71,4 +72,5 @@ ABLATION: tuple[System, ...] = (
     _without("order", LPT),
     _without("schedule", **_PLAIN),
     _without("sharding", **_UNSHARED),
+    _without("shared samples"),
 )

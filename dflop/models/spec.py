@@ -154,6 +154,11 @@ class ModelSpec:
         return self.module("llm").hidden_size * (1 + max(0, self.num_deepstack - layer))
 
     @property
+    def most_positions(self) -> int | None:
+        """How many positions the LLM was made for; None if its config does not say."""
+        return self.hf_config.get("text_config", {}).get("max_position_embeddings")
+
+    @property
     def keys_and_values(self) -> int:
         """The number of values in a token's keys and values, of one layer of the LLM."""
         llm, text = self.module("llm"), self.hf_config.get("text_config", {})

@@ -21,6 +21,7 @@ from dflop.schedule.memory_limit import (
     fits,
     fitted,
     leave_out_too_large,
+    shared_bytes,
     without,
 )
 from dflop.schedule.preview import preview_frames, rank_columns
@@ -66,6 +67,7 @@ __all__ = [
     "rank_columns",
     "read_learned",
     "schedule_of",
+    "shared_bytes",
     "stale_share",
     "starts_anew_in_microbatches",
     "steps_in_epochs",

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from dflop.balance import BatchProblem, DrawnBatch
-from dflop.config import ClusterConfig, DataConfig
+from dflop.config import AudioConfig, ClusterConfig
 from dflop.costs import CostModel, Loads
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
@@ -59,13 +59,13 @@ class Pricer:
         *,
         trained: TrainedSet = EVERYTHING,
         precision: str = "fp32",
-        data: DataConfig | None = None,
+        audio: AudioConfig | None = None,
     ) -> None:
-        """`data` is needed for plans in which replicas share samples: without it, they share none."""
+        """`audio` is needed for plans in which replicas share samples: without it, they share none."""
         self.plan, self.costs, trained = plan, costs, trained.among(spec.modules)
         self.placement = PLACEMENTS[plan.placement]
         self.transfers = Transfers(plan, costs.links, cluster)
-        self.divider = SampleDivider(spec, data) if data and plan.grid("llm").cp > 1 else None
+        self.divider = SampleDivider(spec, audio) if audio and plan.grid("llm").cp > 1 else None
         if self.divider:
             token_bytes = spec.keys_and_values * BYTES_PER_VALUE[precision]
             self.costs = costs.exchanging(token_bytes, self.transfers.exchange_byte_s())

@@ -140,7 +140,7 @@ class BatchScheduler:
         for name, degree in (*tried.values(), ("whole samples", np.ones(len(shapes), dtype=np.int64))):
             divided = pricer.divider.divided(shapes, degree)
             starts.append((divided, self._with_shares(divided, degree, name)))
-        in_order = sorted(starts, key=lambda start: start[1].step_s)
+        in_order = sorted((start for start in starts if start[1].step_s < np.inf), key=lambda start: start[1].step_s)
         for number, (divided, start) in enumerate(in_order):
             found, step_s = start.assignment, start.step_s
             if policy.searches:
@@ -158,10 +158,13 @@ class BatchScheduler:
         for _ in range(_MOST_DEALT):
             dealt = deal_shares(loads_s, row_bytes, degree, plan.grid("llm"), plan.num_microbatches, most_bytes)
             start = self._start(divided, name, *dealt)
+            bucket = np.ravel_multi_index(dealt, (plan.grid("llm").dp, plan.num_microbatches))
+            filled = np.bincount(bucket, row_bytes, plan.num_buckets)
+            if not filled.all():
+                return start._replace(step_s=np.inf)
             if (needed := max(pricer.memory_bytes(divided, start.assignment).values())) <= limit_bytes:
                 break
-            fullest = np.bincount(np.ravel_multi_index(dealt, (plan.grid("llm").dp, plan.num_microbatches)), row_bytes)
-            most_bytes = fullest.max() - (needed - limit_bytes) * _MORE_THAN_NEEDED
+            most_bytes = filled.max() - (needed - limit_bytes) * _MORE_THAN_NEEDED
         return start
 
     def priced_by(self, pricer: Pricer) -> "BatchScheduler":
@@ -185,7 +188,8 @@ class BatchScheduler:
         Raises:
             UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
         """
-        for step in range(min(num_steps, MOST_CHECKED)):
+        most = MOST_CHECKED if self.pricer.divider is None else MOST_CHECKED // 10  # sharing takes ten times as long
+        for step in range(min(num_steps, most)):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
             quick = quick_buckets(problem.loads_s, problem.num_buckets)

@@ -82,7 +82,7 @@ def _open(
         config.cluster,
         trained=config.model.trained,
         precision=config.train.precision,
-        data=config.data,
+        audio=config.data.audio,
     )
     samples, left_out = leave_out_too_large(pricer, samples)
     return samples, left_out, pricer

@@ -47,7 +47,8 @@ def deal_shares(
     `loads` is [num_rows, num_loads] and `row_bytes` [num_rows]. The shares of a sample get neighbouring replicas, those
     of an aligned group, in one microbatch. As replicas meet in each layer (`Grid.num_meeting`), a microbatch lasts as
     long for all of them as for the slowest: a sample goes where the sum of these is least, so that long ones share
-    microbatches. A bucket gets no more than `most_bytes` as long as there is another.
+    microbatches. As long as there is another bucket, none gets more than `most_bytes`; and none stays empty if that
+    can be.
     """
     first = np.cumsum(degree) - degree
     of_samples = np.maximum.reduceat(loads.max(axis=1), first)
@@ -65,13 +66,17 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
     filled = np.zeros((num_replicas, num_microbatches))
     slowest = np.zeros((num_replicas // num_meeting, num_microbatches))
     totals = np.zeros(num_replicas // num_meeting)
-    for sample in order:
+    num_empty = num_replicas * num_microbatches
+    for number in range(len(order)):
+        sample = order[number]
         size, row = degree[sample], first[sample]
+        fills_empty = num_empty >= len(order) - number  # the samples that are left just fill the empty buckets
         best, least, least_after, is_full = 0, np.inf, np.inf, True
         for cell in range(num_microbatches * (num_replicas // size)):
             begin, own = cell // num_microbatches * size, cell % num_microbatches
             group, after, exceeds = begin // num_meeting, 0.0, False
             for place in range(size):
+                exceeds = exceeds or (fills_empty and filled[begin + place, own] > 0.0)
                 exceeds = exceeds or filled[begin + place, own] + row_bytes[row + place] > most_bytes
                 for load in range(num_loads):
                     after = max(after, held[begin + place, own, load] + loads[row + place, load])
@@ -84,6 +89,7 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
         slowest[begin // num_meeting, own] = max(slowest[begin // num_meeting, own], least_after)
         for place in range(size):
             replica[row + place], microbatch[row + place] = begin + place, own
+            num_empty -= filled[begin + place, own] == 0.0
             filled[begin + place, own] += row_bytes[row + place]
             for load in range(num_loads):
                 held[begin + place, own, load] += loads[row + place, load]

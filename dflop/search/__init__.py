@@ -9,19 +9,17 @@ from dflop.search.final_choice import with_finalists_scheduled
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.loader_processes import loading_need, loading_note, planned_loaders
 from dflop.search.space import enumerate_space, plan_of
-from dflop.search.too_large_samples import BeyondDevice, beyond_device, leave_out_what_no_plan_holds
+from dflop.search.too_large_samples import leave_out_what_no_plan_holds
 
 __all__ = [
     "FINALISTS_PERCENT",
     "TODAY",
     "Baseline",
-    "BeyondDevice",
     "Candidate",
     "Epoch",
     "GroupedBatches",
     "PlanPricer",
     "SearchResult",
-    "beyond_device",
     "candidates_frame",
     "describe_choice",
     "enumerate_space",

@@ -32,7 +32,7 @@ from dflop.search.pins import without_each
 from dflop.search.pipeline_bounds import MeanPipelines
 from dflop.search.recompute import JustEnough
 from dflop.search.row_bounds import MARGIN, Row, RowBounds
-from dflop.search.space import Splits, enumerate_space, plan_of
+from dflop.search.space import Splits, allowed_cp_sizes, enumerate_space, plan_of
 from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 from dflop.shapes import SampleShapes
@@ -75,9 +75,10 @@ class SearchResult:
     num_finalists: int = 0
 
     def merged(self, other: "SearchResult") -> "SearchResult":
-        """The plans of both; of the other's, all are faster than the first of these."""
+        """The plans of both."""
+        best = min(self, other, key=lambda found: found.candidates[0].step_s)
         return replace(
-            other,
+            best,
             candidates=sorted([*self.candidates, *other.candidates], key=lambda candidate: candidate.step_s),
             num_plans=self.num_plans + other.num_plans,
             num_priced=self.num_priced + other.num_priced,
@@ -109,8 +110,9 @@ def search_plans(
 
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
-    Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched behind the others, and only for those
-    that are faster. They are priced as if shares were samples, which may lie on any replicas.
+    Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched first, those of more replicas before
+    others, and then only for plans as fast as these. They are priced as if shares were samples, which may lie on any
+    replicas.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -125,36 +127,34 @@ def search_plans(
         num_plans = num_before + total
         progress(num_before + done, num_plans)
 
-    for cp in sizes:
+    for cp in reversed(sizes):
         num_before = num_plans
-        if cp > 1:
-            batches = GroupedBatches(config, spec, costs, samples, cp)
+        divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
-            own = _search_with(config, spec, costs, batches, go_on, cp=cp, faster_than=found, **how)
+            own = _search_with(config, spec, costs, divided, go_on, cp=cp, beside=found, **how)
         except UserError as error:
-            trouble = trouble or error
+            trouble = error
             continue
         if own is not None:
             found = own if found is None else found.merged(own)
     if found is None:
-        assert trouble is not None
-        raise trouble
+        raise trouble or UserError(
+            f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
+            "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
+            "leave it out, or use 1, 2, 4 or 8"
+        )
     return found
 
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
-    """Over up to how many replicas of a node samples may be computed, of the config's choices: more than one only if
-    the largest sample is more than a part of what a device computes of a batch (`SEARCH_FILL`), and the sizes of its
-    media are known."""
-    fixed = config.plan.fixed.modules.get("llm") if config.plan.fixed else None
-    if fixed and fixed.cp:
-        return [fixed.cp]
+    """Of the sizes that the config allows those that are worth a search: more than one only as far as the largest
+    sample is more than a part of what a device computes of a batch (`SEARCH_FILL`), and the sizes of its media are
+    known."""
+    sizes = allowed_cp_sizes(config)
     if batches.largest.media is None:
-        return [1]
+        return sizes[:1]
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
-    most = min(config.cluster.devices_per_node, 2 ** math.ceil(math.log2(max(1.0, largest / SEARCH_FILL))))
-    sizes = sorted(config.plan.cp_sizes)
-    return [size for size in sizes if size <= most] or sizes[:1]
+    return [size for size in sizes if size == sizes[0] or size < 2 * largest / SEARCH_FILL]
 
 
 def _search_with(
@@ -169,23 +169,25 @@ def _search_with(
     splits_evenly: bool,
     compares: bool,
     cp: int,
-    faster_than: SearchResult | None,
+    beside: SearchResult | None,
 ) -> SearchResult | None:
-    """`search_plans` of one `cp`; None where no such plan is faster than what was found before.
+    """`search_plans` of one `cp`; None where no such plan would be a finalist beside what was found before.
 
     Raises:
         UserError: when the space is empty or nothing fits.
     """
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
     rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp)
+    if rows.is_empty():
+        return None
     links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])
     bounds = lower_bounds(rows, batches.shapes, costs, spec, splits, links)
     fixed = (within or config.plan).fixed
     pinned = fixed.checkpointing if fixed else None
     num_certain = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
     search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_certain, pinned)
-    if faster_than:
-        search.limit_s = search.threshold_s = faster_than.candidates[0].step_s / _WORTH_IT
+    if beside:
+        search.limit_s = search.threshold_s = (1 + FINALISTS_PERCENT / 100) * beside.candidates[0].step_s
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
@@ -206,7 +208,7 @@ def _search_with(
         if tighter_s is not None:
             heapq.heappush(waiting, (tighter_s, level + 1, row))
     progress(len(order), len(order))
-    if faster_than and not search.num_priced:
+    if beside and not search.num_priced:
         return None
     return search.result(least_bound_s)
 

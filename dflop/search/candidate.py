@@ -55,7 +55,7 @@ def pricer_of(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel) -> 
         config.cluster,
         trained=config.model.trained,
         precision=config.train.precision,
-        data=config.data,
+        audio=config.data.audio,
     )
 
 

@@ -12,7 +12,6 @@ from dflop.search.baseline import TODAY, Baseline
 from dflop.search.best_first import FINALISTS_PERCENT, SearchResult, more_than
 from dflop.search.candidate import Candidate
 from dflop.search.loader_processes import LoadingNeed
-from dflop.search.too_large_samples import BeyondDevice
 
 __all__ = ["candidates_frame", "describe_choice", "explain_choice", "faster_baselines_note", "uneven_note"]
 
@@ -88,10 +87,8 @@ def describe_choice(
     return yaml.safe_dump(values, sort_keys=False, width=110)
 
 
-def explain_choice(
-    result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel, beyond: BeyondDevice
-) -> str:
-    """The text that `dflop plan --explain` prints; `beyond` is that of the best plan."""
+def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: Config, costs: CostModel) -> str:
+    """The text that `dflop plan --explain` prints."""
     best = result.best
     cluster = config.cluster
     lines = [
@@ -123,7 +120,11 @@ def explain_choice(
     lines += ["", f"next: {_next_constraint(result, config, costs)}"]
     if note := uneven_note(result, config):
         lines.append(note)
-    lines.append(str(beyond))
+    if (cp := best.plan.grid("llm").cp) > 1:
+        lines.append(
+            f"long samples are computed by up to {cp} neighbouring replicas of the LLM (context parallelism): by how "
+            "many is chosen for each sample and batch"
+        )
     return "\n".join(lines)
 
 

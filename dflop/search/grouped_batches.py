@@ -41,7 +41,7 @@ class GroupedBatches:
         drawn = GlobalBatches.of(samples, size, config.seed)
         self.shapes = [samples.take(drawn[step]) for step in range(num_batches)]
         if cp > 1:
-            divider, num_devices = SampleDivider(spec, config.data), config.cluster.num_devices
+            divider, num_devices = SampleDivider(spec, config.data.audio), config.cluster.num_devices
             for batch, shapes in enumerate(self.shapes):
                 loads = loads_without_plan(shapes, spec, costs)
                 degree = degrees_of(loads, shapes.llm_tokens, num_devices, cp, SEARCH_FILL)

@@ -22,6 +22,7 @@ from dflop.search.pins import without_each
 
 __all__ = [
     "Splits",
+    "allowed_cp_sizes",
     "enumerate_space",
     "even_layers",
     "llm_layers",
@@ -55,40 +56,49 @@ def enumerate_space(
     """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
     `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
-    `within` come from. With `cp`, up to so many replicas of the LLM, of one node, compute a sample.
+    `within` come from. With `cp`, up to so many replicas of the LLM compute a sample, of one node unless it is pinned;
+    there may be no such layout.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
     `plan.fixed` names. Microbatch counts are 1, 2, 3, 4, 6, 8, 12, … as far as every bucket can hold a sample.
 
     Raises:
-        UserError: when the devices, the global batch, the pins and `cp` leave nothing.
+        UserError: when the devices, the global batch and the pins leave nothing.
     """
     within = within or config.plan
     check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
-    rows = _rows(config, spec, layouts, splits, within, cp)
+    rows = _rows(config, spec, layouts, splits, within)
+    if cp > 1:
+        divides = (pl.col("llm_shards") % cp == 0) | (cp % pl.col("llm_shards") == 0)
+        in_node = pl.lit(is_cp_pinned(config)) | (config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0)
+        return rows.filter(pl.col("llm_dp") % cp == 0, divides, in_node).with_columns(llm_cp=pl.lit(cp, pl.Int32))
     if rows.is_empty():
-        raise UserError(_why_nothing(config, within, spec, layouts, pins_are, cp))
+        raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
     return rows
 
 
+def allowed_cp_sizes(config: Config) -> list[int]:
+    """Over up to how many replicas samples may be computed: the pinned number, or the config's choices that a node has
+    devices for, in order."""
+    if is_cp_pinned(config):
+        return [config.plan.fixed.modules["llm"].cp]
+    sizes = sorted(config.plan.cp_sizes)
+    return [size for size in sizes if size <= config.cluster.devices_per_node] or sizes[:1]
+
+
+def is_cp_pinned(config: Config) -> bool:
+    """Whether `plan.fixed` says over up to how many replicas samples are computed."""
+    fixed = config.plan.fixed
+    return fixed is not None and "llm" in fixed.modules and fixed.modules["llm"].cp is not None
+
+
 def _rows(
-    config: Config,
-    spec: ModelSpec,
-    layouts: Mapping[str, Sequence[LayoutKey]],
-    splits: Splits,
-    within: PlanConfig,
-    cp: int,
+    config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], splits: Splits, within: PlanConfig
 ) -> pl.DataFrame:
     fixed = within.fixed or FixedPlan()
     gathering = [name for name, sharding in SHARDINGS.items() if sharding.gathers]
     filling = [name for name, placement in PLACEMENTS.items() if placement.fills_bubbles]
-    shards = pl.col("llm_shards")
-    can_share = [
-        pl.col("llm_dp") % cp == 0,
-        config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0,
-        (shards % cp == 0) | (cp % shards == 0),
-    ]
     meet = [pl.lit(False), *(pl.col(sharding_columns(encoder.name)[0]).is_in(gathering) for encoder in spec.encoders)]
     grids = _pinned(
         pl.concat([_of_placement(config, spec, layouts, fixed, name) for name in _placements(within, spec)]), fixed
@@ -115,8 +125,6 @@ def _rows(
         .explode("balanced")
         # Bubbles are filled between microbatches, by encoder replicas that do not wait for each other in each layer.
         .filter(~pl.col("placement").is_in(filling) | ((pl.col("num_microbatches") > 1) & ~pl.any_horizontal(meet)))
-        .filter(*can_share)
-        .with_columns(llm_cp=pl.lit(cp, pl.Int32))
     )
 
 
@@ -315,12 +323,7 @@ def _splits(splits: Splits) -> pl.DataFrame:
 
 
 def _why_nothing(
-    config: Config,
-    within: PlanConfig,
-    spec: ModelSpec,
-    layouts: Mapping[str, Sequence[LayoutKey]],
-    pins_are: str,
-    cp: int,
+    config: Config, within: PlanConfig, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], pins_are: str
 ) -> str:
     cluster, fixed = config.cluster, within.fixed
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
@@ -333,20 +336,14 @@ def _why_nothing(
         f": placements {', '.join(_placements(within, spec))}, tp {known}, {spec.module('llm').num_layers} LLM layers, "
         f"{config.train.global_batch_size} samples a batch"
     )
-    if cp > 1:
-        what += f", long samples over {cp} LLM replicas of a node of {cluster.devices_per_node} devices"
     if fixed:
         left = {
-            pin: _rows(
-                config, spec, layouts, {}, replace(within, fixed=without), 1 if pin.startswith("llm cp=") else cp
-            ).height
+            pin: _rows(config, spec, layouts, {}, replace(within, fixed=without)).height
             for pin, without in without_each(fixed).items()
         }
         ways = [f"without {pin} there are {number:,} plans" for pin, number in left.items() if number]
         return f"{what}; loosen `{pins_are}`: {', '.join(ways) or 'more than one pin is to blame'}"
     alone = [name for name in within.placements if not PLACEMENTS[name].shares_ranks]
-    if cp > 1:
-        return f"{what}; use `plan.cp_sizes: [1]`"
     if cluster.num_devices == 1 and alone == within.placements:
         return f"{what}; {' and '.join(alone)} modules need at least 2 devices"
     return f"{what}; raise `train.global_batch_size` or change the number of devices"

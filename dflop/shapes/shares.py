@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.config import DataConfig
-from dflop.models import ItemCount, ModelSpec
-from dflop.shapes.reader import MediumShape, MediumSize, ShapeReader
+from dflop.config import AudioConfig
+from dflop.models import SOUND_RATE_HZ, ItemCount, ModelSpec
+from dflop.shapes.reader import MediumShape, MediumSize
 from dflop.shapes.samples import SampleShapes
 
 __all__ = ["LEAST_TOKENS", "Piece", "SampleDivider", "pieces_of", "run_bounds", "runs_of"]
@@ -93,7 +93,7 @@ class SampleDivider:
     """Divides samples into shares, by the model's rules."""
 
     spec: ModelSpec
-    data: DataConfig
+    audio: AudioConfig
 
     def divided(self, shapes: SampleShapes, degree: np.ndarray) -> SampleShapes:
         """The shapes with `degree` rows for each sample, [num_samples]: those of its shares, one after the other. All
@@ -141,9 +141,29 @@ class SampleDivider:
                     made.sum_sq_items[row, column] = sum(count.sum_sq_items for count in counts)
 
     def _media_of(self, shapes: SampleShapes, sample: int) -> list[MediumShape]:
-        """The shapes of a sample's media."""
-        assert shapes.media is not None, "shapes that are divided know the sizes of their media"
+        """The shapes of a sample's media; where their sizes are not known, a clip for each encoder."""
+        if shapes.media is None:
+            return [
+                MediumShape(
+                    encoder.media[-1],
+                    ItemCount(
+                        int(shapes.num_items[sample, column]),
+                        int(shapes.kept_tokens[sample, column]),
+                        0.0 if shapes.sum_sq_items is None else float(shapes.sum_sq_items[sample, column]),
+                    ),
+                )
+                for column, encoder in enumerate(self.spec.encoders)
+                if shapes.num_items[sample, column]
+            ]
         sizes = [MediumSize(*size) for size in shapes.media[np.array([sample])].values.tolist()]
         kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
-        reader = ShapeReader(self.spec.rules, self.data)
-        return [reader.stored(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]
+        num_images = kinds.count("image")
+        return [self._medium(kind, size, num_images) for kind, size in zip(kinds, sizes, strict=True)]
+
+    def _medium(self, kind: str, size: MediumSize, num_images: int) -> MediumShape:
+        rules = self.spec.rules
+        if kind == "image":
+            return MediumShape(kind, rules.image(*size.pixels, num_images), size.pixels)
+        if kind == "video":
+            return MediumShape(kind, rules.video(size.num_frames, *size.pixels), size.pixels, size.num_frames)
+        return MediumShape(kind, rules.audio(size.num_samples / SOUND_RATE_HZ, self.audio))

@@ -133,6 +133,7 @@ OMNI_PLANS = {
     "three modules 1+2+1, audio tp 2": three("disjoint", ONE, SHARED, ONE),
     "three modules colocated, encoders tp 2, LLM tp 2": three("colocated", SHARED, SHARED, SHARED),
 }
+OMNI_PLANS["three modules, samples over 2"] = three("colocated", TWO, TWO, TWO_TOGETHER, num_microbatches=2)
 parameters = three("monolithic", TWO, TWO, TWO)
 OMNI_PLANS["three modules, parameters 2"] = sharding(parameters, "parameters", "parameters", "parameters")
 PLANS |= OMNI_PLANS

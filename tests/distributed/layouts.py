@@ -82,18 +82,15 @@ OWN_RATES = {"last layers": {"lm_head.weight": (3e-3, 0.2)}}
 
 TWICE = (
     "disjoint 1+2, LLM pp 2",
-    "disjoint 3+2",
     "disjoint 1+2, LLM tp 2",
     "interleaved",
     "colocated encoder dp 4, LLM tp 2 pp 2",
     "bubble-filled pp 2 dp 2",
     "monolithic pp 2 dp 2",
     "parameters 2",
-    "parameters 2, tp 2",
     "parameters 2x2 of both",
     "parameters of the LLM",
     "three modules 1+1+2, LLM dp 2",
-    "three modules, parameters 2",
 )
 
 
@@ -154,7 +151,7 @@ def _with_shared_samples(pricer: Pricer, config: Config, shapes: SampleShapes, s
     degree = 2 ** rng.integers(0, llm.cp.bit_length(), len(shapes))
     degree = np.where(shapes.llm_tokens >= 4 * llm.cp, degree, 1)
     degree[0] = llm.cp
-    divided = SampleDivider(load_model_spec(config.model), config.data).divided(shapes, degree)
+    divided = SampleDivider(load_model_spec(config.model), config.data.audio).divided(shapes, degree)
     loads_s = pricer.problem(divided).loads_s
     dealt = deal_shares(loads_s, divided.llm_tokens.astype(float), degree, llm, pricer.plan.num_microbatches)
     assignment = pricer.assign(divided, *dealt)

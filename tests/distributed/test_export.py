@@ -172,7 +172,12 @@ def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture
 
 
 @pytest.mark.parametrize(
-    ("precision", "sharding"), [("fp32", "parameters"), ("bf16", "optimizer"), ("bf16", "parameters")]
+    ("precision", "sharding"),
+    [
+        pytest.param("fp32", "parameters", marks=pytest.mark.exhaustive),
+        pytest.param("bf16", "optimizer", marks=pytest.mark.exhaustive),
+        ("bf16", "parameters"),
+    ],
 )
 def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, sharding, tmp_path):
     peft = pytest.importorskip("peft")
@@ -204,7 +209,7 @@ def test_adapters_are_written_merged_and_as_peft_loads_them(run, precision, shar
         assert torch.equal(tensor, before[name]) != is_trained, name
 
 
-@pytest.mark.parametrize("sharding", ["parameters", "optimizer"])
+@pytest.mark.parametrize("sharding", [pytest.param("parameters", marks=pytest.mark.exhaustive), "optimizer"])
 def test_training_goes_on_from_pefts_adapters_and_what_lies_beside_them(run, sharding, tmp_path):
     peft = pytest.importorskip("peft")
     folder, config = run

@@ -27,172 +27,82 @@ from dflop.store import read_table
 pytestmark = pytest.mark.serial
 
 OMNI_KINDS = {"text", "image", "multi_image", "video", "audio", "mixed"}
-FROZEN = (
-    "parameters 2",
-    "parameters 2 of the LLM, tp 2",
-    "parameters 2+2",
-    "disjoint 1+1",
-    "encoder pp 2",
-    "colocated pp 2 dp 2",
-    "bubble-filled pp 2 dp 2",
-    "monolithic 2",
-    "colocated LLM tp 2",
-)
-TIED = (
-    "parameters 2",
-    "parameters 2, tp 2",
-    "parameters of the LLM",
-    "disjoint 1+1",
-    "disjoint 1+2, LLM pp 2",
-    "colocated pp 2 dp 2",
-    "interleaved",
-    "disjoint 1+2, LLM tp 2",
-    "disjoint 1+4, LLM tp 2 pp 2",
-)
-INTERNVL = (
-    "disjoint 2+1",
-    "disjoint 1+2, LLM pp 2",
-    "encoder pp 2",
-    "colocated pp 2",
-    "colocated encoder tp 2",
-    "disjoint 1+2, LLM tp 2",
-    "parameters 2, tp 2",  # of InternVL's class token, one row, the second replica has nothing
-)
-QWEN = (
-    *INTERNVL,
-    "encoder pp 2, LLM pp 3",  # an LLM's stage between others
-    "colocated pp 2 dp 2",
-    "bubble-filled pp 2",
-)
-QWEN3 = (
-    "disjoint 2+1",
-    "encoder pp 2, LLM pp 3",  # features go along between stages of the encoder, and between stages of the LLM
-    "colocated pp 2 dp 2",
-    "colocated encoder tp 2",
-    "disjoint 1+2, LLM tp 2",
-    "parameters 2, tp 2",
-)
-DAMAGED = (
-    "disjoint 3+2",
-    "disjoint 1+2, LLM pp 2",
-    "encoder pp 2",
-    "bubble-filled pp 2 dp 2",
-    "monolithic tp 2 dp 2",
-    "parameters 2",
-)
-# Each layout once, and each variant with layouts of every kind: pipelines, tensor parallelism, shared parameters.
+# The variant of the model with which CI runs a layout. Each is run with layouts of every kind: pipelines, tensor
+# parallelism, shared parameters. Adapters, a projector and parts by pattern are variants as families are.
 VARIED = {
-    "disjoint 1+2, LLM pp 2": "tied",
     "interleaved": "tied",
     "disjoint 1+4, LLM tp 2 pp 2": "tied",
     "parameters of the LLM": "tied",
-    "monolithic 2": "frozen vision",
     "colocated pp 2 dp 2": "frozen vision",
-    "parameters of the first stage's encoder": "frozen vision",
-    "disjoint 1+1": "frozen llm",
     "bubble-filled pp 2": "frozen llm",
-    "parameters 2 of the LLM, tp 2": "frozen llm",
-    "encoder pp 2": "internvl",
+    # An encoder without its projector is frozen: of its pipeline only the last stage has a backward.
+    "encoder pp 2": "projector",
+    "bubble-filled pp 2 dp 2": "frozen encoder",
+    "parameters of the first stage's encoder": "frozen encoder",
     "monolithic pp 2": "internvl",
-    "colocated encoder tp 2": "internvl",
-    "parameters 2+2": "internvl",  # of the class token, one row, the second replica has nothing
-    "encoder pp 2 dp 2": "qwen",
-    "disjoint 2+1, encoder tp 2": "qwen",
     "colocated LLM tp 2": "qwen",
-    "parameters 4, colocated": "qwen",
     "encoder pp 2, LLM pp 3": "qwen3",  # features go along between stages of the encoder, and of the LLM
-    "colocated pp 2": "qwen3",
     "disjoint 2+2, both tp 2, checkpointing": "qwen3",
-    "parameters 2x2": "qwen3",
     "disjoint 2+1": "damaged",
-    "disjoint 4+1": "damaged",
     "monolithic tp 2 dp 2": "damaged",
-    "parameters of the encoder": "damaged",
+    "colocated interleaved": "last layers",
+    "parameters 2": "last layers",
+    "parameters 2, tp 2": "qwen last layers",
+    "parameters 2+2": "internvl norms",  # of the class token, one row, the second replica has nothing
+    "colocated encoder tp 2": "qwen3 parts",
+    "disjoint 1+2, LLM pp 2": "lora of the llm",
+    "disjoint 1+2, LLM tp 2": "lora of the llm",
+    "monolithic 2": "internvl lora",
+    "colocated encoder dp 4, LLM tp 2 pp 2": "plain lora",
+    "parameters 2x2 of both": "plain lora",
+    "disjoint 2+1, encoder tp 2": "qwen lora",
+    "colocated pp 2": "qwen3 lora",
 }
-# Layouts that are a part of a larger one of their kind, which CI runs.
+# Layouts that are a part of a larger one of their kind, or of two, which CI runs.
 SMALLER = (
+    "disjoint 1+1",
+    "disjoint 1+2, LLM dp 2",
+    "disjoint 4+1",
     "disjoint 1+4",
+    "encoder pp 2 dp 2",
+    "colocated 1",
     "colocated 2",
-    "monolithic pp 2",
+    "bubble-filled encoder dp 4, LLM tp 2 pp 2",
+    "monolithic pp 2 dp 2",
+    "monolithic tp 2 pp 2",
+    "parameters 4, colocated",
+    "parameters 2x2",
+    "parameters of the encoder",
+    "parameters 2 of the LLM, tp 2",
     "three modules 1+1+1",
+    "three modules 1+1+2, LLM pp 2",
     "three modules colocated 2",
-)
-ALL_ONCE = [
-    (name, VARIED.get(name, "omni" if name in OMNI_PLANS else "plain"))
-    for name in PLANS
-    if not name.startswith("samples over")
-]
-# An encoder without its projector is frozen: of its pipeline only the last stage has a backward.
-PROJECTOR = (
-    ("encoder pp 2", "projector"),
-    ("parameters 2", "projector"),
-    ("parameters of the first stage's encoder", "frozen encoder"),
-    ("bubble-filled pp 2 dp 2", "frozen encoder"),
-    ("disjoint 2+1, encoder tp 2", "frozen encoder"),
-    ("encoder pp 2, LLM pp 3", "qwen3 projector"),
-)
-# Adapters of the LLM beside a trained projector, and of both modules: in layouts of every kind.
-LORA = (
-    ("disjoint 1+2, LLM pp 2", "lora of the llm"),
-    ("disjoint 1+2, LLM tp 2", "lora of the llm"),
-    ("parameters of the LLM", "lora of the llm"),
-    ("monolithic 2", "lora of the llm"),
-    ("colocated encoder dp 4, LLM tp 2 pp 2", "plain lora"),
-    ("encoder pp 2", "plain lora"),
-    ("bubble-filled pp 2 dp 2", "plain lora"),
-    ("disjoint 2+2, both tp 2, checkpointing", "plain lora"),
-    ("parameters 2, tp 2", "plain lora"),
-    ("parameters 2x2 of both", "plain lora"),
-    ("colocated encoder tp 2", "internvl lora"),
-    ("disjoint 2+1, encoder tp 2", "qwen lora"),
-    ("parameters 2, tp 2", "qwen lora"),
-    ("encoder pp 2, LLM pp 3", "qwen3 lora"),
-)
-# Parts by pattern: an LLM's last layers alone or behind a trained projector, norms, and parts of both modules.
-PARTS = (
-    ("disjoint 1+2, LLM pp 2", "last layers"),
-    ("interleaved", "last layers"),
-    ("parameters 2", "last layers"),
-    ("disjoint 2+2, both tp 2, checkpointing", "last layers"),
-    ("encoder pp 2, LLM pp 3", "qwen last layers"),
-    ("parameters 2, tp 2", "qwen last layers"),
-    ("monolithic pp 2", "internvl norms"),
-    ("disjoint 1+2, LLM tp 2", "internvl norms"),
-    ("parameters 2+2", "internvl norms"),
-    ("encoder pp 2", "qwen3 parts"),
-    ("colocated encoder tp 2", "qwen3 parts"),
-    ("parameters 2x2", "qwen3 parts"),
+    "three modules colocated pp 2",
+    "three modules monolithic 2",
 )
 # Samples that several replicas compute together, of each family, with shared, frozen and adapted parameters.
 TOGETHER = (
-    ("samples over 2", "plain"),
-    ("samples over 4", "plain"),
+    ("samples over 2", "damaged"),
+    ("samples over 4", "qwen"),
     ("samples over 2, LLM pp 2", "tied"),
-    ("samples over 2, LLM tp 2", "qwen"),
+    ("samples over 2, LLM tp 2", "plain lora"),
     ("samples over 2, colocated pp 2", "qwen3"),
     ("samples over 2, monolithic", "internvl"),
     ("samples over 4, parameters", "plain"),
-    ("samples over 4", "qwen"),
-    ("samples over 4", "qwen3"),
-    ("samples over 2", "frozen vision"),
-    ("samples over 4", "frozen llm"),
     ("samples over 2, colocated pp 2", "frozen llm"),
-    ("samples over 4, parameters", "qwen"),
-    ("samples over 2", "damaged"),
-    ("samples over 2, LLM pp 2", "internvl"),
+    ("three modules, samples over 2", "omni"),
 )
-IN_CI = [case for case in ALL_ONCE if case[0] not in SMALLER] + list(PROJECTOR)
-OTHERS = [case for case in ALL_ONCE if case[0] in SMALLER]
-OTHERS += [
-    (name, variant)
-    for variant, names in (
-        ("plain", [name for name in PLANS if name not in OMNI_PLANS]),
-        *(("tied", TIED), ("internvl", INTERNVL), ("qwen", QWEN), ("qwen3", QWEN3), ("damaged", DAMAGED)),
-        *(("frozen vision", FROZEN), ("frozen llm", FROZEN)),
-    )
-    for name in names
-    if (name, variant) not in ALL_ONCE
-]
+WHOLE = [name for name in PLANS if "samples over" not in name]
+ONCE = [(name, VARIED.get(name, "omni" if name in OMNI_PLANS else "plain")) for name in WHOLE if name not in SMALLER]
+IN_CI = [case for case in ONCE if "lora" not in case[1]]
+LORA = [case for case in ONCE if "lora" in case[1]]
+EACH = ("encoder pp 2, LLM pp 3", "colocated pp 2 dp 2", "disjoint 2+2, both tp 2, checkpointing", "parameters 2, tp 2")
+OTHERS = [(name, "omni" if name in OMNI_PLANS else "plain") for name in PLANS]
+OTHERS += [(name, variant) for variant in NUM_STEPS if variant not in ("plain", "omni") for name in EACH]
+OTHERS += [("samples over 4", variant) for variant in ("plain", "qwen3", "frozen vision", "frozen llm", "last layers")]
+OTHERS += [("samples over 4, parameters", "qwen"), ("samples over 2, LLM pp 2", "internvl")]
+OTHERS = [case for case in OTHERS if case not in (*ONCE, *TOGETHER)]
+NEEDS_PEFT = pytest.mark.skipif(not find_spec("peft"), reason="no peft")
 
 
 @pytest.fixture(scope="module")
@@ -304,10 +214,9 @@ def _without_one_damaged(batch: SampleShapes, dataset: Path, copy: Path) -> Samp
     "cases",
     [
         pytest.param(IN_CI, id="each kind of layout"),
-        pytest.param(LORA, id="with adapters", marks=pytest.mark.skipif(not find_spec("peft"), reason="no peft")),
-        pytest.param(PARTS, id="of named parts"),
-        pytest.param(TOGETHER, id="with samples over several replicas"),
-        pytest.param(OTHERS, id="with other models", marks=pytest.mark.exhaustive),
+        pytest.param(LORA, id="with adapters", marks=NEEDS_PEFT),
+        pytest.param(TOGETHER, id="with samples over several replicas", marks=NEEDS_PEFT),
+        pytest.param(OTHERS, id="with other models", marks=[NEEDS_PEFT, pytest.mark.exhaustive]),
     ],
 )
 def test_every_layout_has_the_gradients_of_the_unpacked_model_in_one_process(prepare, cases):

@@ -24,7 +24,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+# A run with adapters goes on in another layout in the tests of training, too.
+@pytest.mark.parametrize("name", ["patterns", pytest.param("adapters", marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_of_parts_ends_with_the_same_weights_on_another_number_of_ranks(run, name, tmp_path):
     (folder, config), (model, trained) = run, MODELS[name]
     base, whole = tmp_path / "base", build_whole_model(load_config(config))

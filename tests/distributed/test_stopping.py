@@ -1,6 +1,7 @@
 """Runs that end before their last step: asked to stop by signals to whichever process, or with a process killed at any
 moment. The job ends, nothing of it is left, and the same command goes on bit by bit."""
 
+import json
 import os
 import random
 import re
@@ -20,7 +21,7 @@ from dflop.base.signals import STOP_SIGNALS, children_of
 pytestmark = pytest.mark.serial
 
 _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
-_NUM_STEPS = 24
+_NUM_STEPS = 28
 _TRAINING = {"steps": _NUM_STEPS, "checkpoint_every": 1000, "precision": "fp32"}
 _LONGEST_END_S = 60
 COMMAND, AGENT, RANK = "dflop.cli", "dflop.base.torchrun", "dflop.train.rank RANK="
@@ -52,7 +53,13 @@ def _ahead_of_a_time_limit(process: Popen, out: Path) -> None:
 
 
 def _to_the_agent(process: Popen, out: Path) -> None:
-    """After SIGTERMs to loaders, their trackers and the schedule service, of which training takes no notice."""
+    (agent,) = (other for other in _all_of(process.pid) if _what_is(other).startswith(AGENT))
+    os.kill(agent, signal.SIGTERM)
+
+
+def _to_all_processes(process: Popen, out: Path) -> None:
+    """As Slurm does at a time limit; after SIGTERMs to loaders, their trackers and the schedule service alone, of which
+    training takes no notice."""
     processes = {other: _what_is(other) for other in _all_of(process.pid)}
     helpers = [other for other, what in processes.items() if what.startswith("RANK=") or "service" in what]
     assert len(helpers) == 5, processes
@@ -60,12 +67,6 @@ def _to_the_agent(process: Popen, out: Path) -> None:
         os.kill(other, signal.SIGTERM)
     wait_for_steps(process, out, (out / "metrics.jsonl").read_bytes().count(b"\n") + 2)
     assert not any(map(_is_gone, helpers))
-    (agent,) = (other for other, what in processes.items() if what.startswith(AGENT))
-    os.kill(agent, signal.SIGTERM)
-
-
-def _to_all_processes(process: Popen, out: Path) -> None:
-    """As Slurm does at a time limit."""
     for other in _all_of(process.pid):
         os.kill(other, signal.SIGTERM)
 
@@ -97,15 +98,16 @@ def _said_to_have_stopped_behind(out: Path) -> int:
 @pytest.mark.parametrize(
     "ask",
     [
-        pytest.param(_to_the_command, marks=pytest.mark.exhaustive),  # which passes both signals on alike
+        # The command passes both signals on alike, by way of the agent.
+        pytest.param(_to_the_command, marks=pytest.mark.exhaustive),
         _ahead_of_a_time_limit,
-        _to_the_agent,
+        pytest.param(_to_the_agent, marks=pytest.mark.exhaustive),
     ],
     ids=lambda ask: ask.__name__[1:],
 )
 def test_whoever_is_asked_to_stop_all_ranks_stop_behind_the_same_step_which_is_saved(run, tmp_path, ask):
     folder, config = run
-    num_steps = _stop(folder, config, tmp_path / "train", ask, loader_workers=1 if ask is _to_the_agent else 0)
+    num_steps = _stop(folder, config, tmp_path / "train", ask)
     assert (tmp_path / "train/metrics.jsonl").read_text().count("\n") == num_steps
 
 
@@ -129,13 +131,6 @@ def test_all_ranks_stop_behind_the_same_step_where_one_alone_is_asked(run, tmp_p
     before = partial(_ask_rank_1, out)
     steps = train(folder, config | _ALIKE, plan_file(folder), out, fails=True, before=before, **_TRAINING)
     assert _said_to_have_stopped_behind(out) == len(steps)
-
-
-def test_a_run_whose_processes_were_all_asked_to_stop_goes_on_as_if_it_had_not(run, whole, tmp_path):
-    folder, config = run
-    _stop(folder, config, tmp_path / "train", _to_all_processes, loader_workers=1)
-    resumed = train(folder, config | _ALIKE, plan_file(folder), tmp_path / "train", **_TRAINING)
-    assert _losses_of(resumed) == whole
 
 
 def _what_is(pid: int) -> str:
@@ -168,7 +163,7 @@ def _kill_one(folder: Path, config: dict, out: Path, draw: random.Random, kind: 
     num_before = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     process = start_run(folder, config | _ALIKE, plan_file(folder), out, **training, loader_workers=1)
     wait_for_steps(process, out, num_before + draw.randint(1, 4))
-    time.sleep(draw.random())
+    time.sleep(draw.random() / 2)
     processes = {pid: _what_is(pid) for pid in _all_of(process.pid)}
     victim = draw.choice([pid for pid, what in processes.items() if kind in what])
     os.kill(victim, signal.SIGKILL)
@@ -182,10 +177,12 @@ def _kill_one(folder: Path, config: dict, out: Path, draw: random.Random, kind: 
     _wait_for_the_end_of(processes)
 
 
-def test_a_run_of_which_a_rank_and_then_the_command_is_killed_goes_on_as_if_they_had_not(run, whole, tmp_path):
+def test_a_run_that_is_stopped_and_of_which_a_rank_and_the_command_are_killed_goes_on_as_if_not(run, whole, tmp_path):
     folder, config = run
+    _stop(folder, config, tmp_path / "train", _to_all_processes, loader_workers=1)
     training, draw = _TRAINING | {"checkpoint_every": 1}, random.Random(0)
     for kind in (RANK, COMMAND):
         _kill_one(folder, config, tmp_path / "train", draw, kind, **training)
     resumed = train(folder, config | _ALIKE, plan_file(folder), tmp_path / "train", **training)
     assert _losses_of(resumed) == whole
+    assert json.loads((tmp_path / "train/summary.json").read_text())["restarts"] == 3

@@ -87,7 +87,7 @@ CASES = {
     "whole llm in bf16": Case(precision="bf16"),
     "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
 }
-COMPILED = ("middle, checkpointing", "internvl vision")
+COMPILED = ("middle, checkpointing",)
 REFUSED = {
     "one key-value head": Case(layers=range(0), text={"num_key_value_heads": 1}),
     "an unknown layer": Case(text={"model_type": "mistral"}),

@@ -84,7 +84,7 @@ def test_training_works_with_shared_memory_of_64_mb_as_in_a_container_and_says_w
     if not shutil.which("unshare") or subprocess.run([*little, "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a folder")
     folder, config = run
-    settings = {"steps": 2, "loader_workers": 2}
+    settings = {"steps": 2, "loader_workers": 1}
     out = tmp_path / "train"
     assert end_run(start_run(folder, config, plan_file(folder), out, within=little, **settings), tmp_path / "little")
     log = (tmp_path / "little/log").read_text()

@@ -171,7 +171,7 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
         "data": {"sources": [{"path": "data/pictures.json"}]},
         "model": {"preset": "llava_ov_7b"},
         "cluster": {"device": "cuda", "devices_per_node": 4, "device_model": "ours", "device_models": "devices.yaml"},
-        "costs": {"source": "analytic", "tp_sizes": [1]},
+        "costs": {"source": "analytic", "implementation": "eager", "tp_sizes": [1]},
         "plan": {"search_batches": 1, "placements": ["disjoint"], "fixed": {"num_microbatches": 8}},
         "train": {"precision": "bf16", "global_batch_size": 8},
     }

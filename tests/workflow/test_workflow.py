@@ -29,8 +29,8 @@ SOURCES = ["data/train.json", "data/audio.json", *([str(REAL)] if REAL.is_file()
 SMALL = {
     "run": "small",
     "data": {"sources": [{"path": path} for path in SOURCES], "samples_per_shard": 60},
-    "costs": {"repeats": 1, "time_budget_s": 2},
-    "plan": {"search_batches": 2, "fixed": {"num_microbatches": 4}},
+    "costs": {"repeats": 1, "time_budget_s": 0.5},
+    "plan": {"search_batches": 2, "fixed": {"num_microbatches": 4, "placement": "colocated"}},
     "schedule": {"time_limit_s": 0.1},
     "train": {"global_batch_size": 8, "steps": 4, "checkpoint_every": 2, "loader_workers": 0},
 }

@@ -83,6 +83,7 @@ class EmulatedRank:
                 late_sync_s=late_sync_s[index] * scale,
                 network=network,
                 replicas=self.topology.replicas[index],
+                meets=self.topology.samples.get(index),
                 counts=program.nodes[index].module == "llm"
                 and program.nodes[index].pp_stage == last_stage
                 and self.topology.tensor[index].is_first,

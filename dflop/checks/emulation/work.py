@@ -30,7 +30,8 @@ class Network:
 class EmulatedWork:
     """A node whose passes take the predicted seconds of the schedule, and whose gradient sync with its `replicas` takes
     `sync_s` seconds. Of these, `early_sync_s` run on the rank's `network` beside the node's last backward, and
-    `late_sync_s` from the start of the step on, beside its first forward.
+    `late_sync_s` from the start of the step on, beside its first forward. Each pass begins when all replicas of the
+    group `meets` do, which may share samples.
 
     Tensors have one number for each token, or for each item between an encoder's stages. With `counts`, the node counts
     its samples in `num_samples`.
@@ -44,6 +45,7 @@ class EmulatedWork:
     network: Network
     replicas: dist.ProcessGroup
     counts: bool
+    meets: dist.ProcessGroup | None = None
 
     def begin_step(self, schedule: StepSchedule) -> None:
         self.schedule, self.num_samples = schedule, 0
@@ -69,15 +71,21 @@ class EmulatedWork:
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self.counts:
             self.num_samples += int(samples_of(self.schedule, self.program.nodes[self.index], microbatch).sum())
+        self._meet()
         forward_s = self.schedule.forward_s[self.index, microbatch]
         _sleep(max(forward_s, self._given_s - time.monotonic()) if microbatch == 0 else forward_s)
         return self._tensors(microbatch, forward=True)
 
     def backward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        self._meet()
         if microbatch == self.program.num_microbatches - 1:
             self.network.carry(self.early_sync_s)
         _sleep(self.schedule.backward_s[self.index, microbatch])
         return self._tensors(microbatch, forward=False)
+
+    def _meet(self) -> None:
+        if self.meets is not None:
+            dist.barrier(self.meets)
 
     def sync_gradients(self) -> None:
         dist.barrier(self.replicas)

@@ -22,18 +22,20 @@ from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.costs.live_bytes import LiveBytes
 from dflop.loading.dataset import LoadedMedia, segments_of
+from dflop.loading.shared_samples import SampleGroup, row_runs, shared_features
 from dflop.models import ModelSpec, load_model_spec, load_runtime
 from dflop.models.microbatch import MediumLayout, TextBatch
 from dflop.models.precision import COMPUTES_IN
 from dflop.plan import Plan
 from dflop.schedule import MEMORY_CATEGORIES, Assignment, StepSchedule, tensor_bytes
 from dflop.search import pricer_of
-from dflop.shapes import SampleShapes
+from dflop.shapes import MediaSizes, SampleShapes
+from dflop.shapes.shares import SampleDivider
 from dflop.step import Node, Op, Program, StepInstructions, make_program
 from dflop.step.nodes import worker_of
 from dflop.step.receiving import FreshTensors, NoStreams, Slots
 from dflop.step.run import run_instructions
-from dflop.train.feed import samples_of
+from dflop.train.feed import sample_group, samples_of
 from dflop.train.node_work import TRAINING, make_works
 from dflop.train.rank_model import RankModel, build_rank_model
 from dflop.train.topology import Topology, place_in_world
@@ -82,8 +84,11 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
     spec, trained = load_model_spec(config.model), config.model.trained
     program = make_program(plan, trained)
     pricer = pricer_of(plan, config, spec, costs)
-    shapes = _samples(spec, plan, load)
-    assignment = pricer.assign(shapes, *np.divmod(np.arange(len(shapes)), plan.num_microbatches))
+    shapes = _samples(spec, plan, load, config)
+    # A bucket each; the shares of a sample are on neighbouring replicas.
+    group, place = np.divmod(np.arange(len(shapes)), plan.grid("llm").cp)
+    group, microbatch = np.divmod(group, plan.num_microbatches)
+    assignment = pricer.assign(shapes, group * plan.grid("llm").cp + place, microbatch)
     held = tensor_bytes(pricer, shapes, assignment)
     if rank is None:
         rank = program.workers[int(sum(held.values()).argmax())].first_rank
@@ -109,24 +114,31 @@ def check_rank(config: Config, plan: Plan, costs: CostModel, load: MadeUpLoad, r
     )
 
 
-def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad) -> SampleShapes:
-    """The shapes of one sample for each bucket (microbatch and LLM replica)."""
-    num_samples = plan.num_buckets
+def _samples(spec: ModelSpec, plan: Plan, load: MadeUpLoad, config: Config) -> SampleShapes:
+    """The shapes of one sample for each bucket (microbatch and LLM replica); where replicas share samples, of one so
+    many times as large for all of their buckets, divided into a share for each."""
+    cp, side = plan.grid("llm").cp, load.picture_side
+    num_samples, num_pictures = plan.num_buckets // cp, load.num_pictures * cp
     sees = np.array([["image" in encoder.media for encoder in spec.encoders]])
-    picture = spec.rules.image(load.picture_side, load.picture_side, load.num_pictures)
-    items, tokens = load.num_pictures * picture.num_items, load.num_pictures * picture.num_tokens
+    picture = spec.rules.image(side, side, num_pictures)
+    items, tokens = num_pictures * picture.num_items, num_pictures * picture.num_tokens
     names = np.array([f"made up {number}" for number in range(num_samples)], dtype=object)
-    return SampleShapes(
+    whole = SampleShapes(
         encoders=tuple(encoder.name for encoder in spec.encoders),
         sample_id=names,
         source=names,
         row=np.arange(num_samples),
         num_items=np.repeat(items * sees, num_samples, axis=0),
-        sum_sq_items=np.repeat(load.num_pictures * picture.sum_sq_items * sees, num_samples, axis=0),
+        sum_sq_items=np.repeat(num_pictures * picture.sum_sq_items * sees, num_samples, axis=0),
         kept_tokens=np.repeat(tokens * sees, num_samples, axis=0),
-        llm_tokens=np.full(num_samples, tokens + load.text_tokens),
-        target_tokens=np.full(num_samples, load.text_tokens),
+        llm_tokens=np.full(num_samples, tokens + cp * load.text_tokens),
+        target_tokens=np.full(num_samples, cp * load.text_tokens),
+        media=MediaSizes(
+            np.tile(np.array([side, side, 0, 0, 0, 0], np.int32), (num_samples * num_pictures, 1)),
+            np.full(num_samples, num_pictures),
+        ),
     )
+    return SampleDivider(spec, config.data.audio).divided(whole, np.full(num_samples, cp))
 
 
 def _run(
@@ -198,7 +210,8 @@ def _inputs(
 ) -> Iterator[LoadedMedia | TextBatch]:
     """The inputs of the rank's forwards that read records, as loaders would give them."""
     side = load.picture_side
-    picture, runtime = spec.rules.image(side, side, load.num_pictures), load_runtime(spec.family)
+    picture = spec.rules.image(side, side, load.num_pictures * plan.grid("llm").cp)
+    runtime = load_runtime(spec.family)
     pictures = (MediumLayout("image", picture.num_items, side, side, picture.grid),) * load.num_pictures
     stages = {(program.nodes[built.index].module, built.node.pp_stage): built.stage for built in model.nodes}
     for node, microbatch in forwards:
@@ -206,7 +219,7 @@ def _inputs(
             continue
         chosen = samples_of(schedule, node, microbatch)
         if node.module == "llm":
-            yield _text(plan, schedule, chosen)
+            yield _text(plan, schedule, chosen, sample_group(schedule, node, microbatch, plan.grid("llm").cp))
             continue
         num_samples = int(chosen.sum())
         shape = (num_samples * len(pictures) * picture.num_items, *model.processors[node.module].item_shape)
@@ -223,10 +236,17 @@ def _inputs(
         )
 
 
-def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
+def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray, group: SampleGroup | None) -> TextBatch:
     """The text of these samples, with zeros as tokens. The features' positions come first, then those of text."""
-    _, segment_ends = segments_of(schedule.llm_tokens[chosen].tolist())
-    num_tokens, features = segment_ends.ends[-1], []
+    llm_tokens = (schedule.llm_tokens if schedule.whole_tokens is None else schedule.whole_tokens)[chosen].tolist()
+    _, segment_ends = segments_of(llm_tokens, group)
+    num_tokens, features, shared = segment_ends.ends[-1], [], None
+    if group:
+        (sample,) = group.own
+        ends = np.cumsum([0, *np.sum(sample.kept_tokens, axis=0)])
+        slots = [[np.arange(*ends[place : place + 2]) for place in range(len(schedule.encoders))]]
+        kept, ranks = (own[chosen].tolist() for own in (schedule.kept_tokens, schedule.encoder_rank))
+        shared = shared_features(row_runs(llm_tokens, group), slots, kept, ranks, group)
     for place, encoder in enumerate(schedule.encoders):
         ranks, kept = schedule.encoder_rank[chosen, place], schedule.kept_tokens[chosen, place]
         features += [torch.arange(int(kept[ranks == rank].sum())) for rank in range(plan.grid(encoder).dp)]
@@ -238,6 +258,7 @@ def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray) -> TextBatch:
         feature_positions=tuple(features),
         target_positions=torch.zeros(num_targets, dtype=torch.int64),
         target_ids=torch.zeros(num_targets, dtype=torch.int64),
+        shared_features=shared,
     )
 
 

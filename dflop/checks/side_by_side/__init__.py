@@ -7,7 +7,7 @@ plans and schedules of the rows, `launch` starts the ranks, `rank` is the progra
 the table. Importing this package does not import torch.
 """
 
-from dflop.checks.side_by_side.contenders import OURS_AT_RANDOM, contenders
+from dflop.checks.side_by_side.contenders import OURS_AT_RANDOM, Contender, contenders
 from dflop.checks.side_by_side.launch import PLAIN_ROWS, counted_steps, measure_rows, num_scheduled
 from dflop.checks.side_by_side.measured import Clocked, measured_frame, measured_text
 
@@ -15,6 +15,7 @@ __all__ = [
     "OURS_AT_RANDOM",
     "PLAIN_ROWS",
     "Clocked",
+    "Contender",
     "contenders",
     "counted_steps",
     "measure_rows",

@@ -3,7 +3,7 @@ AdamW."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
@@ -112,6 +112,7 @@ def _whole_model(config: Config, device: torch.device) -> tuple[RankModel, Plan]
         tensor=dict.fromkeys(nodes, ALONE),
         replicas=dict.fromkeys(nodes, alone),
         tied={},
+        samples={},
     )
     lora, dtype = config.model.lora, COMPUTES_IN[config.train.precision]
     if lora:  # what peft adapts is frozen
@@ -227,9 +228,8 @@ class _MediaAndText(Dataset):
 
 
 def _only(job: MicrobatchJob, places: list[int]) -> MicrobatchJob:
-    return MicrobatchJob(
-        **{field.name: tuple(getattr(job, field.name)[place] for place in places) for field in fields(MicrobatchJob)}
-    )
+    of_samples = ("samples", "media", "kept_tokens", "llm_tokens", "encoder_rank")
+    return MicrobatchJob(**{name: tuple(getattr(job, name)[place] for place in places) for name in of_samples})
 
 
 def _padded(text: TextBatch) -> TextBatch:

@@ -75,7 +75,13 @@ def checked(run_of):
     return check
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Their layers are those of LLaVA's and of Omni's.
+ALIKE = ("internvl", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.exhaustive if name in ALIKE else ()) for name in FAMILIES]
+)
 def test_packed_samples_are_those_of_transformers_one_by_one(family, checked):
     found = checked(family)
     assert not found.faults

@@ -1,6 +1,9 @@
 """`dflop plan --manifest`: from a manifest and a config.json to a plan, its page and its flags, without a GPU."""
 
 import json
+import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,11 @@ from dflop.models.llava_onevision.presets import PRESETS
 from dflop.search import TODAY
 
 EIGHT_NODES = Path(__file__).parents[3] / "config/examples/slurm_eight_nodes.yaml"
-SMALL = ("cluster.devices_per_node=2", "costs.tp_sizes=[1]", "train.global_batch_size=8", "plan.search_batches=2")
+SMALL = (
+    *("cluster.devices_per_node=2", "cluster.gpu_hour_cost=2.5", "costs.tp_sizes=[1]", "costs.implementation=eager"),
+    *("train.global_batch_size=8", "plan.search_batches=1", "plan.today={placement: monolithic, num_microbatches: 2}"),
+    "plan.placements=[disjoint, colocated]",
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +41,16 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def planned(place) -> Path:
     """The folder that the command has made."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
         patch.chdir(place)
         plan("mine", "--manifest", "train.json", "--model", "model", "--emit", "torchtitan")
+    (place / "said").write_text(said.getvalue())
     return place / "results/mine"
 
 
 def plan(*arguments: str) -> None:
     options = [part for option in SMALL for part in ("--config", option)]
-    cli.main(["plan", *arguments, *options], standalone_mode=False)
+    cli.main(["plan", *options, *arguments], standalone_mode=False)
 
 
 def test_a_manifest_and_a_config_are_enough_for_a_plan_and_its_page(planned):
@@ -64,6 +72,21 @@ def test_the_plan_in_another_trainers_words_is_a_file_with_its_price(planned):
     assert f"# Predicted step: {step_s:.3g} s as planned" in text
 
 
+def test_an_epoch_is_priced_beside_one_with_todays_layout(planned):
+    chosen = yaml.safe_load((planned / "plan.yaml").read_text())
+    (today,) = (own for own in chosen["baselines"] if own["name"] == TODAY)
+    assert "monolithic" in today["plan"]
+    out = (planned.parents[1] / "said").read_text()
+    (priced,) = (line for line in out.splitlines() if " at 2.50 an hour" in line)
+    assert priced.startswith("an epoch of 24 samples, 3 steps: ")
+    ours, theirs = (f"{3 * 2 * step_s / 3600:.3g}" for step_s in (chosen["predicted"]["step_s"], today["step_s"]))
+    assert re.fullmatch(rf".* steps: {ours} \S+-hours, .* an hour; with today's layout {theirs} .*", priced)
+    page = (planned / "report/index.html").read_text()
+    assert "today&#39;s layout would take" in page
+    assert "at 2.50 an hour" in page
+
+
+@pytest.mark.exhaustive
 def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_path, monkeypatch, capsys):
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A picture."}]
     records = [
@@ -99,17 +122,18 @@ def test_the_example_of_eight_nodes_says_what_it_saves_beside_todays_layout(tmp_
 def test_what_was_made_is_a_run_like_any_other(planned, monkeypatch, capsys):
     monkeypatch.chdir(planned.parents[1])
     cli.main(["plan", "mine"], standalone_mode=False)
-    said = capsys.readouterr().out
-    assert "chosen: " in said
-    assert "an epoch of" not in said  # without a price
+    assert "chosen: " in capsys.readouterr().out
 
 
 def test_the_same_data_is_not_read_again_for_another_cluster(planned, monkeypatch, capsys):
     monkeypatch.chdir(planned.parents[1])
     before = (planned / "shapes.duckdb").stat().st_mtime_ns
-    plan("mine", "--manifest", "train.json", "--model", "model", "--config", "cluster.num_nodes=2")
+    changed = ("--config", "cluster.num_nodes=2", "--config", "cluster.gpu_hour_cost=null")
+    plan("mine", "--manifest", "train.json", "--model", "model", *changed)
     assert (planned / "shapes.duckdb").stat().st_mtime_ns == before
-    assert "for 4 devices (h100-80g, analytic costs)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "for 4 devices (h100-80g, analytic costs)" in said
+    assert "an epoch of" not in said  # without a price
 
 
 def test_a_model_without_a_manifest_is_refused(place, monkeypatch):

@@ -16,7 +16,6 @@ from dflop.plan import load_plan
 from dflop.plan.layout_key import LayoutKey
 from dflop.search import (
     Baseline,
-    beyond_device,
     candidates_frame,
     describe_choice,
     explain_choice,
@@ -38,8 +37,7 @@ CONTRACT = [
 def explain(tiny_spec, costs, samples, search):
     def run(config, recorded=samples, costs=costs) -> str:
         found = search(config, costs=costs, samples=recorded, compares=True)
-        beyond = beyond_device(found.best.plan, config, tiny_spec, costs, recorded)
-        return explain_choice(found, price_baselines(config, tiny_spec, costs, recorded), config, costs, beyond)
+        return explain_choice(found, price_baselines(config, tiny_spec, costs, recorded), config, costs)
 
     return run
 

@@ -9,8 +9,6 @@ from spaces import make_config
 from dflop.base import UserError
 from dflop.schedule import GlobalBatches, alone_bytes, leave_out_too_large
 from dflop.search import (
-    BeyondDevice,
-    beyond_device,
     enumerate_space,
     leave_out_what_no_plan_holds,
     plan_of,
@@ -44,16 +42,6 @@ def test_a_sample_that_no_plan_holds_is_left_out_and_the_chosen_plan_leaves_out_
     again, same = leave_out_too_large(pricer_of(best.plan, CONFIG, tiny_spec, costs), giant)
     assert again.sample_id.tolist() == kept.sample_id.tolist()
     assert same["sample_id"].to_list() == ["s5"]
-
-
-def test_how_much_of_the_data_is_beyond_a_device_is_told_by_samples_and_by_tokens(search, samples, costs, tiny_spec):
-    plan = search(CONFIG).best.plan
-    assert str(beyond_device(plan, CONFIG, tiny_spec, costs, samples)) == "context parallelism would concern no sample"
-    giant = with_a_giant(samples, 5, 2_000_000)
-    found = beyond_device(plan, CONFIG, tiny_spec, costs, giant)
-    assert found == BeyondDevice(1 / len(giant), 2_000_000 / giant.llm_tokens.sum())
-    assert f"{found.of_samples:.2%} of the samples, with {found.of_tokens:.2%} of the LLM tokens" in str(found)
-    assert "less than 0.01% of the samples" in str(BeyondDevice(1e-6, 0.01))
 
 
 def test_costs_that_lack_a_module_are_refused_with_what_they_hold_and_how_to_measure_the_rest(

@@ -162,7 +162,7 @@ def repeated(value: object, times: int) -> pa.Array:
     ("column", "options"),
     [
         (lambda: repeated("a" * 40_000_000, 200), {}),
-        (lambda: repeated(b"a" * 40_000_000, 200), {}),
+        pytest.param(lambda: repeated(b"a" * 40_000_000, 200), {}, marks=pytest.mark.exhaustive),
         (lambda: pa.ListArray.from_arrays(pa.array([0, 200], pa.int32()), repeated("a" * 10_000_000, 200)), {}),
         (lambda: pa.array(["a" * 60_000_000] * 20), {"use_dictionary": False, "data_page_size": 2_000_000_000}),
         (lambda: pa.nulls(1_000_000, pa.int32()), {}),

@@ -94,6 +94,9 @@ def _plans(
         encoders.append(Grid(module=module, num_ranks=ranks, tp=encoder_tp, pp=encoder_pp, rank_offset=offset, **how))
     offset = sum(grid.num_ranks for grid in encoders) if placement == "disjoint" else 0
     how = draw(shardings(dp)) if pp == 1 and shares else {}
+    parts = how.get("shards") or (dp if how.get("sharding") == "parameters" else 1)
+    together = [size for size in (2, 4, 8) if dp % size == 0 and (parts % size == 0 or size % parts == 0)]
+    how |= {"cp": draw(st.sampled_from([1, *together])) if shares else 1}
     return Plan(
         placement=placement,
         grids=(*encoders, Grid(module="llm", num_ranks=llm_ranks, tp=tp, pp=pp, rank_offset=offset, **how)),

@@ -59,11 +59,11 @@ class Walk:
         self.carriers = [
             [w for w, worker in enumerate(program.workers) if node in worker.nodes] for node in range(num_nodes)
         ]
-        self.sharers = []  # of each node: the nodes with which it shares parameters
+        self.sharers = []  # of each node: the nodes that it meets in each layer
         for index, node in enumerate(program.nodes):
-            num_shards = plan.grid(node.module).num_shards
-            first = index - node.dp_rank % num_shards
-            self.sharers.append(list(range(first, first + num_shards)))
+            num_meeting = plan.grid(node.module).num_meeting
+            first = index - node.dp_rank % num_meeting
+            self.sharers.append(list(range(first, first + num_meeting)))
         columns = (getattr(times.bridges, name).tolist() for name in ("source", "target", "microbatch", "seconds"))
         self.bridge_s = {tuple(key): seconds for *key, seconds in zip(*columns, strict=True)}
         self.start_s = np.full((2, num_nodes, plan.num_microbatches), np.nan)
@@ -280,7 +280,7 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
     assert simulate_step_s(compiled, times) == timeline.step_s
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(cases())
 def test_carried_messages_go_one_after_the_other_as_in_the_instruction_lists(case):
     plan, frozen, slots, times = case

@@ -1,0 +1,192 @@
+"""What it brings that replicas share long samples: predicted for many clusters, and on this machine's clock.
+
+    python tests/benchmarks/long_samples.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
+    python tests/benchmarks/long_samples.py --clock [--steps 12] [--keep FOLDER]
+
+The table: for each mix the chosen plan of all plans, of those that share no sample, and FSDP with our sampler; then the
+fastest plan that divides every sample over 2, 4 or 8 replicas, as frameworks with a fixed degree do, with our groups.
+The first two are means of two scheduled batches, the others are prices. `work` is a lower bound of any schedule of the
+chosen plan. FOLDER, mixes and `--artifacts` are `regret.py`'s. All of it is predicted.
+
+On the clock: two processes, batches of eight of the demo's samples and long texts, of which about one in a batch is
+longer than all others together. Our plan with a degree of up to 2, without it, and DDP train in turns on the same
+batches, loaded before the clock starts.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import parts
+import planner
+import regret
+import yaml
+
+from dflop.base import UserError
+from dflop.checks.side_by_side import Contender, contenders, counted_steps, measure_rows
+from dflop.comparison.systems.fsdp_balanced import SYSTEM as BALANCED
+from dflop.config import Config, load_config
+from dflop.costs import CostModel
+from dflop.models import ModelSpec, load_model_spec
+from dflop.plan import Plan
+from dflop.schedule import BatchScheduler, GlobalBatches
+from dflop.search import grouped_batches, pricer_of, search_plans, with_finalists_scheduled
+from dflop.shapes import SampleShapes, load_samples
+
+BATCH_SIZES = {**regret.BATCH_SIZES, 512: 4096}
+NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 1500
+SHARED, WHOLE = "ours, samples shared", "ours, whole samples"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=Path, help="a folder of tables of real shapes")
+    parser.add_argument("--only", choices=regret.MODELS, nargs="+", default=list(regret.MODELS))
+    parser.add_argument("--devices", type=int, nargs="+", choices=BATCH_SIZES, default=[8, 64])
+    parser.add_argument("--mixes", nargs="+", choices=regret.MIXES, default=list(regret.MIXES))
+    parser.add_argument("--artifacts", type=Path, help="a folder to keep costs in")
+    parser.add_argument("--clock", action="store_true", help="measure on this machine")
+    parser.add_argument("--steps", type=int, default=12, help="steps that count on the clock")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the clock's run is made and stays")
+    arguments = parser.parse_args()
+    print(f"python {' '.join(sys.argv)}\n", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        if arguments.clock:
+            folder = arguments.keep or Path(name)
+            folder.mkdir(parents=True, exist_ok=True)
+            print_clock(folder.absolute(), arguments.steps)
+            return
+        planner.FAMILIES |= regret.MODELS
+        print("  ours   work  whole  of it   FSDP  of it  fixed 2, 4, 8", flush=True)
+        for preset in arguments.only:
+            folder = planner.folder_with_costs(preset, arguments.artifacts or Path(name))
+            for mix in arguments.mixes:
+                planner.SHARES = regret.MIXES[mix]
+                planner.write_mix(arguments.shapes, folder, preset)
+                for num_devices in arguments.devices:
+                    inputs = planner.read_inputs(folder, preset, num_devices, BATCH_SIZES[num_devices])
+                    print_row(f"{preset}, {mix}, {num_devices}", *inputs)
+
+
+def print_row(name: str, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
+    inputs = spec, costs, samples
+    plan = chosen(config, *inputs)
+    ours_s, work_s = scheduled(plan, config, *inputs)
+    try:
+        whole_s, _ = scheduled(chosen(with_sizes(config, [1]), *inputs), config, *inputs)
+    except UserError:
+        whole_s = np.inf
+    fsdp = BALANCED.plans(config, *inputs)
+    fsdp_s = fsdp[0].step_s if fsdp else np.inf
+    fixed = [f"{divided_always(config, *inputs, degree):6.2f}" for degree in (2, 4, 8)]
+    print(
+        f"{ours_s:6.2f} {work_s:6.2f} {whole_s:6.2f} {ours_s / whole_s:6.3f} {fsdp_s:6.2f} {ours_s / fsdp_s:6.3f} "
+        f"{' '.join(fixed)}  {name}: {plan}",
+        flush=True,
+    )
+
+
+def with_sizes(config: Config, sizes: list[int]) -> Config:
+    return replace(config, plan=replace(config.plan, cp_sizes=sizes))
+
+
+def chosen(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Plan:
+    found = search_plans(config, spec, costs, samples)
+    return with_finalists_scheduled(found, config, spec, costs, samples).best.plan
+
+
+def scheduled(
+    plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> tuple[float, float]:
+    """The mean step of the first two scheduled batches, and its lower bound, in seconds."""
+    pricer, batches = pricer_of(plan, config, spec, costs), GlobalBatches.of(samples, config.train.global_batch_size, 0)
+    schedule = replace(config.schedule, policy="search")
+    with BatchScheduler(samples, pricer, batches, schedule, config.seed).open() as scheduler:
+        steps = [scheduler.schedule(step) for step in range(2)]
+    return tuple(float(np.mean([getattr(step, name) for step in steps])) for name in ("step_s", "lower_bound_s"))
+
+
+def divided_always(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, degree: int) -> float:
+    """The price of the fastest plan that divides all samples, but the shortest, over so many replicas; infinite where
+    none fits."""
+    usual, grouped_batches.SEARCH_FILL = grouped_batches.SEARCH_FILL, 1e-9
+    try:
+        return search_plans(with_sizes(config, [degree]), spec, costs, samples).candidates[0].step_s
+    except UserError:
+        return np.inf
+    finally:
+        grouped_batches.SEARCH_FILL = usual
+
+
+def print_clock(folder: Path, num_steps: int) -> None:
+    write_records(folder / "long.json")
+    run = {
+        "run": "clock",
+        "data": {
+            "sources": [
+                {"path": "results/demo-data/train.json", "sampling": f"first:{NUM_OF_DEMO}"},
+                {"path": "long.json"},
+            ],
+            "max_llm_tokens": 8192,
+        },
+        "train": {"global_batch_size": 8},
+    }
+    (folder / "clock.yaml").write_text(yaml.safe_dump(parts.QUICK | run), encoding="utf-8")
+    configs = [str(parts.REPOSITORY / "config/config.yaml"), "clock.yaml"]
+    snakefile = str(parts.REPOSITORY / "workflow/Snakefile")
+    what = ("--configfile", *configs, "--", "results/clock/plan.yaml")
+    parts.command(folder, "snakemake", "--snakefile", snakefile, "--cores", "2", *what)
+    results = folder / "results/clock"
+    config, costs = load_config(results / "config.yaml"), CostModel.load(results / "costs.duckdb")
+    spec = load_model_spec(config.model)
+    samples, _ = load_samples(results / "shapes.duckdb", spec.encoders)
+    rows = [row_of(SHARED, [2], num_steps, config, spec, costs, samples)]
+    rows.append(row_of(WHOLE, [1], num_steps, config, spec, costs, samples))
+    with contextlib.chdir(folder):  # which the paths of the data begin at
+        clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
+    ours = np.array(clocked[SHARED].seconds)
+    predicted = {row.name: row.row.step_s for row in rows}
+    print(" step  over ours  predicted, over ours")
+    for name, own in clocked.items():
+        own_s = predicted.get(name, np.nan)
+        over = np.median(np.array(own.seconds) / ours)
+        print(f"{np.median(own.seconds):5.3f} {over:10.3f} {own_s:10.3f} {own_s / predicted[SHARED]:10.3f}  {name}")
+    for row in rows:
+        print(f"{row.name}: {row.plan}")
+
+
+def row_of(
+    name: str,
+    sizes: Sequence[int],
+    num_steps: int,
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+) -> Contender:
+    """Our row with these sizes of groups that share samples."""
+    counted = counted_steps(num_steps, on_the_fly=False)
+    plan = chosen(with_sizes(config, list(sizes)), spec, costs, samples)
+    how = {"systems": (), "num_steps": counted.stop, "counted": counted}
+    ours, _ = contenders(config, spec, costs, samples, plan, **how)
+    return replace(ours, row=replace(ours.row, name=name))
+
+
+def write_records(path: Path) -> None:
+    """Conversations of many words."""
+    rng, records = np.random.default_rng(0), []
+    for number in range(NUM_LONG):
+        words = " ".join(rng.choice(["red", "boat", "seven", "under", "light", "north"], LONG_WORDS))
+        turns = [{"from": "human", "value": words}, {"from": "gpt", "value": "a boat under a light"}]
+        records.append({"id": f"long-{number}", "conversations": turns})
+    path.write_text(json.dumps(records), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
