@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from long_samples import samples_of
 
 from dflop.cli import cli
-from dflop.config import ClusterConfig, DataConfig, ScheduleConfig
+from dflop.config import AudioConfig, ClusterConfig, ScheduleConfig
 from dflop.plan import Grid, Plan
 from dflop.report.schedules import price_preview
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, preview_frames
@@ -55,7 +55,7 @@ def samples(tiny_spec) -> SampleShapes:
 @pytest.fixture(scope="module")
 def make_scheduler(costs, tiny_spec, samples):
     def make(plan: Plan, policy: str = "lpt", cluster: ClusterConfig = CLUSTER, samples=samples, batch_size=BATCH_SIZE):
-        pricer = Pricer(plan, costs, tiny_spec, cluster, data=DataConfig())
+        pricer = Pricer(plan, costs, tiny_spec, cluster, audio=AudioConfig())
         config = ScheduleConfig(policy=policy, time_limit_s=0.15, search_trials=500)
         return BatchScheduler(samples, pricer, GlobalBatches(len(samples), batch_size, 0), config, 0)
 

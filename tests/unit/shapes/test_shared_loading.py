@@ -82,7 +82,7 @@ def case(request, media, write_clip, costs, tmp_path_factory) -> Case:
         data = dataclasses.replace(data, max_llm_tokens=int(end_of_media - num_media_tokens // 3))
         samples = profiled(spec, data)
         assert 0 < samples.kept_tokens[0].sum() < num_media_tokens
-    divided = SampleDivider(spec, data).divided(samples, DEGREE)
+    divided = SampleDivider(spec, data.audio).divided(samples, DEGREE)
     place = np.repeat(FIRST, DEGREE) + divided.share
     costs = costs_with(costs, divided.encoders)
     return Case(
@@ -147,7 +147,7 @@ def scheduled(spec, costs, data, shapes, place, num_replicas) -> StepSchedule:
     llm = Grid(module="llm", num_ranks=num_replicas, cp=num_replicas)
     plan = Plan(placement="colocated", grids=(*encoders, llm), num_microbatches=1)
     cluster = ClusterConfig(devices_per_node=num_replicas, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
-    pricer = Pricer(plan, costs, spec, cluster, data=data)
+    pricer = Pricer(plan, costs, spec, cluster, audio=data.audio)
     assignment = pricer.assign(shapes, place, np.zeros_like(place))
     return schedule_of(pricer, shapes, assignment, step=0, policy="", status="", deciding_s=0.0)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_samples import media_of, samples_of, shapes_of
 
-from dflop.config import DataConfig, ModelConfig
+from dflop.config import AudioConfig, ModelConfig
 from dflop.models import family_names, load_model_spec
 from dflop.shapes.shares import SampleDivider, pieces_of, runs_of
 
@@ -36,7 +36,7 @@ def test_what_a_sample_is_its_shares_are_together(spec, data):
     words = data.draw(st.lists(st.integers(1, 400), min_size=len(media), max_size=len(media)))
     whole = samples_of(spec, media, words, max_llm_tokens=data.draw(st.integers(50, 3000)))
     degree = np.array(data.draw(st.lists(DEGREES, min_size=len(media), max_size=len(media))))
-    shares = SampleDivider(spec, DataConfig()).divided(whole, degree)
+    shares = SampleDivider(spec, AudioConfig()).divided(whole, degree)
 
     assert len(shares) == degree.sum()
     first = np.cumsum(degree) - degree
