@@ -6,7 +6,7 @@ The scheduling process encodes a schedule, bytes are passed on, and each rank de
 import json
 import math
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -89,6 +89,19 @@ class StepSchedule:
             count[own] = count.get(own, 0) + 1
             found.setdefault((*own[:3], count[own]), []).append(row)
         return list(found.values())
+
+    def whole_samples(self) -> SampleShapes:
+        """`shapes` with one row for each sample, whether it is shared or not."""
+        shapes = self.shapes
+        if shapes.degree is None:
+            return shapes
+        per_encoder = ("num_items", "kept_tokens", *(["sum_sq_items"] if shapes.sum_sq_items is not None else []))
+        sums = {name: getattr(shapes, name).copy() for name in per_encoder}
+        for rows in self.shared_samples():
+            for values in sums.values():
+                values[rows[0]] = values[rows].sum(axis=0)
+        whole = replace(shapes, **sums, llm_tokens=shapes.whole_tokens).take(shapes.share == 0)
+        return replace(whole, degree=None, share=None, whole_tokens=None)
 
     @property
     def num_samples(self) -> int:

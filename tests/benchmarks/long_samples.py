@@ -40,7 +40,7 @@ from dflop.search import grouped_batches, pricer_of, search_plans, with_finalist
 from dflop.shapes import SampleShapes, load_samples
 
 BATCH_SIZES = {**regret.BATCH_SIZES, 512: 4096}
-NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 1500
+NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 6000
 SHARED, WHOLE = "ours, samples shared", "ours, whole samples"
 
 

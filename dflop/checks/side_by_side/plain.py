@@ -205,7 +205,7 @@ class _Jobs:
 
     def __iter__(self) -> Iterator[MicrobatchJob]:
         for step, schedule in enumerate(self.schedules):
-            batch = schedule.shapes
+            batch = schedule.whole_samples()
             share = np.array(list(DistributedSampler(range(len(batch)), shuffle=True, seed=step)))
             for part in np.array_split(share, self.num_forwards):
                 yield job_of(batch.take(part))
