@@ -151,7 +151,8 @@ def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
     sample is more than a part of what a device computes of a batch (`SEARCH_FILL`), and the sizes of its media are
     known."""
     sizes = allowed_cp_sizes(config)
-    if batches.largest.media is None:
+    media, has_items = batches.largest.media, batches.largest.num_items.any(axis=1)
+    if media is None or (has_items & (media.counts == 0)).any():
         return sizes[:1]
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
     return [size for size in sizes if size == sizes[0] or size < 2 * largest / SEARCH_FILL]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 from long_samples import samples_of
@@ -14,6 +15,8 @@ from dflop.report.page import plans
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search import candidates_frame
 from dflop.search.candidate import pricer_of
+from dflop.shapes.reader import MediumSize
+from dflop.shapes.samples import MediaSizes
 
 MANY = {"num_microbatches": 2, "llm": {"pp": 1, "dp": 4}, "placement": "colocated"}
 
@@ -65,6 +68,17 @@ def test_the_report_tells_plans_apart_that_differ_in_cp(long_tailed, search):
     assert "long samples" not in dict(plans._facts(replace(plan, grids=grids), {}, memory_gib=80.0))
     labels = plan_labels(frame, frame, modules)
     assert [" cp4" in label for label in labels] == [cp == 4 for cp in frame["llm_cp"]]
+
+
+@pytest.mark.parametrize("counts", [None, 0])
+def test_samples_whose_medias_sizes_are_unknown_are_not_shared(tiny_spec, search, counts):
+    """Files of older versions have items without the sizes of media, which could not be divided."""
+    frames = [30 if number % 32 == 5 else 1 for number in range(64)]
+    drawn = samples_of(tiny_spec, [[MediumSize(64, 48, count, 500_000, 0, 2_000_000)] for count in frames], [20] * 64)
+    media = None if counts is None else MediaSizes(np.zeros((0, 6), np.int32), np.zeros(64, np.int64))
+    found = search(make_config(4, 32, cp_sizes=(1, 4), memory_gib=1e3), samples=replace(drawn, media=media))
+    assert {own.plan.grid("llm").cp for own in found.candidates} == {1}
+    assert 4 in {own.plan.grid("llm").cp for own in search(make_config(4, 32, cp_sizes=(4,)), samples=drawn).candidates}
 
 
 def test_where_samples_are_alike_nothing_changes(even, search):
