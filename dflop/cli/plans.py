@@ -228,6 +228,8 @@ def schedule_command(
         f"{random_s / step_s:.2f}x faster than random{beyond}, {step_s / bound_s:.2f}x the lower bound, "
         f"idle {steps['idle'].mean():.0%}, decided in {steps['deciding_s'].median() * 1e3:.0f} ms at the median"
     )
+    if len(shared := samples.filter(samples["degree"] > 1, share=0)):
+        click.echo(f"{len(shared)} long samples over up to {shared['degree'].max()} replicas of the LLM each")
     if number := sum(without_cbc(schedule.status) for schedule in schedules):
         click.echo(
             f"{number} of them without CBC, which gave no answer; column `status` of {out.stem}_steps.parquet says why"

@@ -6,7 +6,7 @@ draw them, and with our sampler's. Where it does not fit into memory, the keys a
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -33,13 +33,14 @@ class EmittedPlans:
 
     def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
         self._config, self._spec, self._costs = config, spec, costs
-        self._batches = GroupedBatches(config, spec, costs, samples)
+        self._batches = cache(partial(GroupedBatches, config, spec, costs, samples))
         self._limit_bytes = config.cluster.memory_gib * 2**30
         self.pricer = cache(self._pricer)
 
     def _pricer(self, plan: Plan, policy: Policy) -> PlanPricer:
         """The pricer of a plan on the search's batches, grouped by the quick form of a policy."""
-        return PlanPricer(plan, self._config, self._spec, self._costs, self._batches, policy)
+        batches = self._batches(plan.grid("llm").cp)
+        return PlanPricer(plan, self._config, self._spec, self._costs, batches, policy)
 
     def text(self, framework: str, chosen: Candidate, others: Iterable[Plan]) -> str:
         """The chosen plan in a framework's flags or, where it cannot run that plan, the fastest of the others it can.
@@ -81,7 +82,8 @@ class EmittedPlans:
         if made == plan:
             yield f"{planned}, all of which these {form} say; {self._takes(made, RANDOM)} with random batches"
         else:
-            yield f"{planned}; as these {form} have it: {self._both(made)}"
+            but = ", but with whole samples" if plan.grid("llm").cp > 1 else ""
+            yield f"{planned}; as these {form} have it{but}: {self._both(made)}"
         if self._beyond_bytes(made):
             words, way_out = self._way_out(framework, plan)
             made = way_out.plan

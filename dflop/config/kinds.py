@@ -72,6 +72,7 @@ def _options(value: str) -> str:
 Options = Annotated[str, AfterValidator(_options)]
 
 Count = _number(int, "at least 1", lambda number: number >= 1)
+PowerOfTwo = _number(int, "a power of two: 1, 2, 4, 8, …", lambda number: number >= 1 and not number & (number - 1))
 CountOrZero = _number(int, "0 or more, and finite", lambda number: number >= 0)
 AtLeastOne = _number(float, "at least 1", lambda number: number >= 1)
 AboveZero = _number(float, "above 0 and finite", lambda number: number > 0)

@@ -14,6 +14,7 @@ __all__ = ["UNKNOWN_KEY", "message_of"]
 
 UNKNOWN_KEY = "unexpected_keyword_argument"
 _KINDS = {"int": "a whole number", "float": "a number", "string": "a text", "bool": "true or false"}
+_KINDS["finite"] = _KINDS["int"]  # an infinite number where a whole one belongs
 # From the top of the config to a key: names, and numbers of entries in lists.
 _Place = tuple[str | int, ...]
 

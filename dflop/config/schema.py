@@ -172,7 +172,7 @@ class FixedGrid:
     pp: kinds.Count | None = None
     dp: kinds.Count | None = None
     sharding: kinds.ShardingName | None = None
-    cp: kinds.Count | None = None
+    cp: kinds.PowerOfTwo | None = None
 
     @property
     def least_ranks(self) -> int:
@@ -220,7 +220,7 @@ class PlanConfig:
     shardings: Annotated[list[kinds.ShardingName], kinds.SOME] = field(
         default_factory=lambda: ["optimizer", "parameters", "hybrid"]
     )
-    cp_sizes: Annotated[list[kinds.Count], kinds.SOME] = field(default_factory=lambda: [1, 2, 4, 8])
+    cp_sizes: Annotated[list[kinds.PowerOfTwo], kinds.SOME] = field(default_factory=lambda: [1, 2, 4, 8])
     search_batches: kinds.Count | None = None
     fixed: FixedPlan | None = None
     today: FixedPlan | None = None

@@ -39,6 +39,8 @@ def check_together(config: Config, *, has_cluster: bool = True) -> None:
             f"`train.evaluate_every` is {config.train.evaluate_every}, but there is nothing to evaluate on; hold a "
             "share of the samples out with `data.evaluation_share`, or give a source `evaluation: true`"
         )
+    for name, pins in _pins(config).items():
+        _check_cp(name, pins)
     if has_cluster:
         _check_devices(config)
 
@@ -77,6 +79,20 @@ def _check_devices(config: Config) -> None:
 def _pins(config: Config) -> dict[str, FixedPlan]:
     both = {"plan.fixed": config.plan.fixed, "plan.today": config.plan.today}
     return {name: pins for name, pins in both.items() if pins is not None}
+
+
+def _check_cp(name: str, pins: FixedPlan) -> None:
+    for module, grid in pins.modules.items():
+        if grid.cp and module != "llm":
+            raise UserError(
+                f"`{name}.{module}.cp` is {grid.cp}, but only the LLM has it: encoders compute the frames of a long "
+                f"sample wherever its shares are; leave it out, or set `{name}.llm.cp`"
+            )
+        if grid.cp and grid.cp > 1 and name == "plan.today":
+            raise UserError(
+                f"`{name}.{module}.cp` is {grid.cp}, but today's layout is priced without context parallelism, since "
+                "other frameworks divide every sample; leave it out"
+            )
 
 
 def _check_pins(config: Config, name: str, pins: FixedPlan, placements: list[str]) -> None:

@@ -11,6 +11,7 @@ import polars as pl
 
 from dflop.base import UserError
 from dflop.schedule import Assignment, BatchScheduler, StepSchedule, rank_columns
+from dflop.shapes import SampleShapes
 from dflop.step import StageTimes, Timeline
 
 __all__ = ["PreviewPrices", "price_preview", "replay"]
@@ -48,8 +49,7 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
         )
     scheduled, randoms, bounds, held_bytes = [], [], [], []
     for step in steps:
-        rows = preview.filter(pl.col("step") == step)
-        shapes = scheduler.samples.take(rows["place"].to_numpy())
+        rows, shapes = _shapes_of(scheduler, preview.filter(pl.col("step") == step))
         cells = rows["llm_dp_rank"].to_numpy(), rows["microbatch"].to_numpy()
         names = rank_columns(shapes.encoders)
         if set(names) <= set(rows.columns):
@@ -74,6 +74,20 @@ def price_preview(scheduler: BatchScheduler, preview: pl.DataFrame, path: Path) 
         lower_bound_s=statistics.fmean(bounds),
         memory_bytes=max(held_bytes),
     )
+
+
+def _shapes_of(scheduler: BatchScheduler, rows: pl.DataFrame) -> tuple[pl.DataFrame, SampleShapes]:
+    """The rows of a step and their shapes, in the same order: those of a shared sample's shares one after the other."""
+    divider = scheduler.pricer.divider
+    if divider is None or "degree" not in rows.columns:
+        return rows, scheduler.samples.take(rows["place"].to_numpy())
+    first = pl.col("llm_dp_rank") - pl.col("share")
+    # A sample that was drawn twice may have gone to the same replicas twice.
+    copy = pl.int_range(pl.len()).over("place", first, "microbatch", "degree", "share")
+    rows = rows.sort("place", first, "microbatch", "degree", copy, "share")
+    samples = rows.filter(share=0)
+    shapes = scheduler.samples.take(samples["place"].to_numpy())
+    return rows, divider.divided(shapes, samples["degree"].to_numpy())
 
 
 def replay(scheduler: BatchScheduler, schedule: StepSchedule) -> tuple[StageTimes, Timeline]:

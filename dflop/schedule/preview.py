@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import polars as pl
 
 from dflop.schedule.step_schedule import StepSchedule
@@ -24,8 +25,9 @@ def preview_frames(
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """The three tables: samples, stages and steps.
 
-    They have one row a sample; one row a (node, microbatch), with predicted forward and backward seconds and whether
-    the load lies outside the measured range; and one row a step, whose `gap` is its time over the lower bound.
+    They have one row a sample, or share of one; one row a (node, microbatch), with predicted forward and backward
+    seconds and whether the load lies outside the measured range; and one row a step, whose `gap` is its time over the
+    lower bound.
     """
     samples = pl.concat(
         pl.DataFrame(
@@ -37,6 +39,8 @@ def preview_frames(
                 "position": schedule.position,
                 "num_items": schedule.num_items.sum(axis=1),
                 "llm_tokens": schedule.llm_tokens,
+                "degree": np.ones_like(schedule.row) if schedule.degree is None else schedule.degree,
+                "share": np.zeros_like(schedule.row) if schedule.share is None else schedule.share,
                 **dict(zip(rank_columns(schedule.encoders), schedule.encoder_rank.T, strict=True)),
             }
         )

@@ -120,11 +120,18 @@ def search_plans(
     batches = GroupedBatches(config, spec, costs, samples)
     sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
-    found, trouble = None, None
+    found, trouble, num_before, num_plans = None, None, 0, 0
+
+    def go_on(done: int, total: int) -> None:
+        nonlocal num_plans
+        num_plans = num_before + total
+        progress(num_before + done, num_plans)
+
     for cp in reversed(sizes):
+        num_before = num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
-            own = _search_with(config, spec, costs, divided, progress, cp=cp, beside=found, **how)
+            own = _search_with(config, spec, costs, divided, go_on, cp=cp, beside=found, **how)
         except UserError as error:
             trouble = error
             continue
@@ -141,8 +148,12 @@ def search_plans(
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
     """Of the sizes that the config allows those that are worth a search: more than one only as far as the largest
-    sample is more than a part of what a device computes of a batch (`SEARCH_FILL`)."""
+    sample is more than a part of what a device computes of a batch (`SEARCH_FILL`), and the sizes of its media are
+    known."""
     sizes = allowed_cp_sizes(config)
+    media, has_items = batches.largest.media, batches.largest.num_items.any(axis=1)
+    if media is None or (has_items & (media.counts == 0)).any():
+        return sizes[:1]
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
     return [size for size in sizes if size == sizes[0] or size < 2 * largest / SEARCH_FILL]
 

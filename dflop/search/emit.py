@@ -17,7 +17,15 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
     """The plan in a framework's flags, for a plan that its `refusal` has nothing against."""
     # Frameworks give all microbatches the same number of samples: the rounded mean of the plan's.
     micro_batch = max(1, round(global_batch_size / plan.num_buckets))
-    emitted = FRAMEWORKS[framework].flags_of(plan, spec, micro_batch)
+    about, cp = FRAMEWORKS[framework], plan.grid("llm").cp
+    emitted = about.flags_of(plan, spec, micro_batch)
+    if cp > 1:
+        # In front, as a subcommand of torchtitan takes all that follows it.
+        emitted.flags = {about.cp_key: cp if about.is_config else str(cp)} | emitted.flags
+        emitted.beyond.append(
+            f"long samples: the plan divides these alone, over up to {cp} replicas, and `{about.cp_key}` every sample "
+            f"over {cp} devices; steps as these {about.form} have it are priced without it, with whole samples"
+        )
     emitted.beyond += [
         *_made_otherwise(plan, emitted.plan, spec),
         "who computes which samples: this plan's step is that of regrouped batches; `dflop.BalancedBatchSampler` "

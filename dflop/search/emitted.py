@@ -18,6 +18,7 @@ __all__ = [
     "Emitted",
     "Framework",
     "as_fsdp2",
+    "copies_and_shards",
     "encoders_beside",
     "joined",
     "on_one_mesh",
@@ -73,10 +74,11 @@ class Emitted:
 @dataclass(frozen=True, slots=True)
 class Framework:
     """A framework: the release whose flags or keys are emitted, and `flags_of(plan, spec, micro_batch)`, which makes
-    them. `refusal(plan)` says why it cannot run a plan, or None."""
+    them. `cp_key` is that of its context parallelism; `refusal(plan)` says why it cannot run a plan, or None."""
 
     release: str
     flags_of: Callable[[Plan, ModelSpec, int], Emitted]
+    cp_key: str
     is_config: bool = False
     refusal: Callable[[Plan], str | None] = lambda plan: None
 
@@ -91,12 +93,13 @@ def on_one_mesh(
     recomputed: Mapping[str, Sequence[int]],
     sharing: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a framework that knows the LLM's grid alone: encoders in its first stage, shared as the LLM is.
+    """The plan of a framework that knows the LLM's grid alone: encoders in its first stage, shared as the LLM is, and
+    whole samples on each replica.
 
     `recomputed` has the number of recomputed layers of each stage; a module that is not named recomputes none.
     `sharing` are fields of the LLM's grid, where the framework has replicas share something else.
     """
-    llm = replace(plan.grid("llm"), rank_offset=0, recomputed=(), **sharing)
+    llm = replace(plan.grid("llm"), rank_offset=0, recomputed=(), cp=1, **sharing)
     encoder = replace(llm, num_ranks=llm.dp * llm.tp, pp=1, layers=())
     encoders = [replace(encoder, module=grid.module) for grid in plan.grids[:-1]]
     made = replace(
@@ -110,6 +113,14 @@ def on_one_mesh(
     if counts == layers or not made.checkpointing:
         return made
     return replace(made, grids=tuple(replace(grid, recomputed=counts[grid.module]) for grid in made.grids))
+
+
+def copies_and_shards(llm: Grid) -> tuple[int, int]:
+    """How many copies of its parameters the LLM has and among how many replicas each is divided, where a framework has
+    FSDP share them and counts the `cp` devices that divide a sample as one replica."""
+    shards = llm.num_shards if llm.gathers else llm.dp
+    most = max(1, shards // llm.cp)
+    return llm.dp // llm.cp // most, most
 
 
 def as_fsdp2(llm: Grid) -> Mapping[str, object]:

@@ -43,6 +43,7 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 "extrapolated": candidate.extrapolated,
                 **{f"{grid.module}_sharding": grid.sharding for grid in plan.grids},
                 **{f"{grid.module}_shards": grid.num_shards for grid in plan.grids},
+                "llm_cp": plan.grid("llm").cp,
                 **{f"{grid.module}_recomputed": list(grid.recomputed) or None for grid in plan.grids},
             }
         )

@@ -83,7 +83,8 @@ def allowed_cp_sizes(config: Config) -> list[int]:
     devices for, in order."""
     if is_cp_pinned(config):
         return [config.plan.fixed.modules["llm"].cp]
-    return [size for size in sorted(config.plan.cp_sizes) if size <= config.cluster.devices_per_node]
+    sizes = sorted(config.plan.cp_sizes)
+    return [size for size in sizes if size <= config.cluster.devices_per_node] or sizes[:1]
 
 
 def is_cp_pinned(config: Config) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import operator
 import re
 import typing
@@ -110,8 +111,13 @@ def test_a_wrong_value_is_reported_with_the_last_layer_that_has_it(tmp_path):
     [
         ("train.steps", 1.5, "a whole number"),
         ("train.steps", "many", "a whole number"),
-        ("plan.fixed.llm", 3, "hold the keys tp, pp, dp, sharding if it is a module; other keys here are placement"),
-        ("plan.fixed.modules", 2, "hold the keys tp, pp, dp, sharding if it is a module"),
+        ("seed", math.inf, "a whole number"),
+        (
+            "plan.fixed.llm",
+            3,
+            "hold the keys tp, pp, dp, sharding, cp if it is a module; other keys here are placement",
+        ),
+        ("plan.fixed.modules", 2, "hold the keys tp, pp, dp, sharding, cp if it is a module"),
         ("train.steps", True, "a whole number"),
         ("train.steps", [3], "a whole number"),
         ("train.lr", "fast", "a number"),
@@ -170,6 +176,20 @@ def test_an_impossible_number_names_the_key_the_value_and_the_bound(key, value, 
 def test_an_impossible_number_in_a_list_names_the_entry():
     assert "`costs.tp_sizes[1]` is 0; it must be at least 1" in refusal({"costs": {"tp_sizes": [1, 0]}})
     assert "`costs.tp_sizes[0]` is [1]" in refusal({"costs": {"tp_sizes": [[1]]}})
+
+
+@pytest.mark.parametrize("size", [0, 3, -2, 6])
+def test_samples_are_shared_by_powers_of_two(size):
+    wanted = "it must be a power of two: 1, 2, 4, 8, …"
+    assert f"`plan.cp_sizes[1]` is {size}; {wanted}" in refusal({"plan": {"cp_sizes": [1, size]}})
+    assert f"`plan.fixed.llm.cp` is {size}; {wanted}" in refusal({"plan": {"fixed": {"llm": {"cp": size}}}})
+
+
+def test_only_the_llm_of_what_is_planned_shares_samples():
+    assert "`plan.fixed.vision.cp` is 2, but only the LLM has it" in refusal({"plan": {"fixed": {"vision": {"cp": 2}}}})
+    message = refusal({"plan": {"today": {"llm": {"cp": 2}}}})
+    assert "`plan.today.llm.cp` is 2, but today's layout is priced without" in message
+    load_config({"plan": {"today": {"llm": {"cp": 1}}, "fixed": {"llm": {"cp": 4}}}})
 
 
 @pytest.mark.parametrize("key", ["costs.tp_sizes", "plan.placements", "model.lora.targets"])
@@ -634,7 +654,7 @@ def test_selected_keys_are_plain_and_load_again():
             "video": {"fps": 1.0, "max_frames": 32},
         },
         "plan": {
-            "fixed": {"llm": {"tp": None, "pp": 2, "dp": None, "sharding": None}}
+            "fixed": {"llm": {"tp": None, "pp": 2, "dp": None, "sharding": None, "cp": None}}
             | dict.fromkeys(("placement", "num_microbatches", "checkpointing", "schedule"))
         },
     }

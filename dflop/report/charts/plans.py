@@ -131,8 +131,9 @@ def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
         and tuple(row.get(f"{module}_recomputed") or ()) == plan.grid(module).recomputed
         for module in modules
     )
-    rest = (*(row[name] for name in _SAME), tuple(row["llm_layers"] or ()))
-    return same_grids and rest == (*(getattr(plan, name) for name in _SAME), plan.grid("llm").layers)
+    llm = plan.grid("llm")
+    rest = (*(row[name] for name in _SAME), tuple(row["llm_layers"] or ()), row.get("llm_cp", llm.cp))
+    return same_grids and rest == (*(getattr(plan, name) for name in _SAME), llm.layers, llm.cp)
 
 
 def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
@@ -149,6 +150,8 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
                 sizes.insert(0, f"tp{row[f'{module}_tp']}")
             if row.get(f"{module}_sharding", PLAIN_SHARDING) != PLAIN_SHARDING:
                 sizes.append(f"{row[f'{module}_sharding']}/{row[f'{module}_shards']}")
+            if row.get(f"{module}_cp", 1) > 1:
+                sizes.append(f"cp{row[f'{module}_cp']}")
             parts.append(f"{module} {' '.join(sizes)}")
         parts.append(f"{row['num_microbatches']} mb")
         if row["checkpointing"]:
@@ -196,6 +199,8 @@ def _note(candidates: pl.DataFrame, shown: pl.DataFrame) -> str:
     note = "dp, pp, tp: data-parallel replicas, pipeline stages, tensor-parallel ranks; mb: microbatches"
     if any(name.endswith("_sharding") and (shown[name] != PLAIN_SHARDING).any() for name in shown.columns):
         note += "; parameters/8: shared among 8 replicas"
+    if "llm_cp" in shown.columns and shown["llm_cp"].max() > 1:
+        note += "; cp: replicas that compute a long sample together"
     if shown["checkpointing"].any():
         note += "; ckpt: activation checkpointing, of so many layers or all"
     note += "."

@@ -8,6 +8,7 @@ from dflop.plan import Plan
 from dflop.search.emitted import (
     Emitted,
     Framework,
+    copies_and_shards,
     encoders_beside,
     on_one_mesh,
     recomputed_all_or_none,
@@ -29,7 +30,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         },
         beyond=[
             f"batches: `per_device_train_batch_size` {micro_batch} and `gradient_accumulation_steps` "
-            f"{plan.num_microbatches} are arguments of the trainer",
+            f"{plan.num_microbatches * llm.cp} are arguments of the trainer",
             "several nodes: add `num_machines`, and on each of them `machine_rank` and `main_process_ip`",
         ],
     )
@@ -41,11 +42,9 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_config.fsdp_activation_checkpointing": bool(recomputed),
         }
-        if llm.num_shards != llm.dp:
-            keys |= {
-                "parallelism_config.parallelism_config_dp_replicate_size": llm.dp // llm.num_shards,
-                "parallelism_config.parallelism_config_dp_shard_size": llm.num_shards,
-            }
+        if llm.num_shards != llm.dp or llm.cp > 1:
+            sizes = zip(("replicate", "shard"), copies_and_shards(llm), strict=True)
+            keys |= {f"parallelism_config.parallelism_config_dp_{name}_size": size for name, size in sizes}
         if plan.num_microbatches > 1:
             beyond.append(
                 "gradients: `sync_each_batch: true` of the trainer's `gradient_accumulation_kwargs` shares them after "
@@ -62,4 +61,11 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     return emitted
 
 
-FRAMEWORK = Framework("Accelerate 1.15", _keys, is_config=True, refusal=split_or_apart)
+def _refusal(plan: Plan) -> str | None:
+    if plan.grid("llm").cp > 1 and not plan.grid("llm").gathers:
+        return "its context parallelism is FSDP2's, and the replicas of the plan keep whole parameters"
+    return split_or_apart(plan)
+
+
+_CP = "parallelism_config.parallelism_config_cp_size"
+FRAMEWORK = Framework("Accelerate 1.15", _keys, _CP, is_config=True, refusal=_refusal)

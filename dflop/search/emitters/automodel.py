@@ -10,6 +10,7 @@ from dflop.search.emitted import (
     Emitted,
     Framework,
     as_fsdp2,
+    copies_and_shards,
     encoders_beside,
     joined,
     on_one_mesh,
@@ -35,7 +36,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "distributed.strategy": "fsdp2",
             "distributed.tp_size": llm.tp,
             "distributed.pp_size": llm.pp,
-            "distributed.dp_size": llm.dp,
+            "distributed.dp_size": llm.dp // llm.cp,
         },
     )
     keys, beyond = emitted.flags, emitted.beyond
@@ -45,7 +46,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         # Otherwise whole gradients are kept to the last microbatch.
         keys["distributed.defer_fsdp_grad_sync"] = False
     if llm.gathers and llm.num_shards != llm.dp:
-        keys["distributed.dp_replicate_size"] = llm.dp // llm.num_shards
+        keys["distributed.dp_replicate_size"] = copies_and_shards(llm)[0]
     if any(recomputed.values()):
         keys["distributed.activation_checkpointing"] = True
         encoders = [grid.module for grid in plan.grids[:-1]]
@@ -89,4 +90,4 @@ def _refusal(plan: Plan) -> str | None:
     return None
 
 
-FRAMEWORK = Framework("NeMo AutoModel 0.7", _keys, is_config=True, refusal=_refusal)
+FRAMEWORK = Framework("NeMo AutoModel 0.7", _keys, "distributed.cp_size", is_config=True, refusal=_refusal)

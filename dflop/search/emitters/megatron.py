@@ -45,4 +45,4 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     return emitted
 
 
-FRAMEWORK = Framework("Megatron-LM with Megatron Core 0.16", _flags)
+FRAMEWORK = Framework("Megatron-LM with Megatron Core 0.16", _flags, "--context-parallel-size")

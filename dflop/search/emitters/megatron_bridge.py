@@ -32,4 +32,4 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     return Emitted(plan=layout.plan, flags=keys, beyond=beyond)
 
 
-FRAMEWORK = Framework("Megatron-Bridge 0.3", _keys, is_config=True)
+FRAMEWORK = Framework("Megatron-Bridge 0.3", _keys, "model.context_parallel_size", is_config=True)

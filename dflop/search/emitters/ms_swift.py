@@ -40,4 +40,4 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     return Emitted(plan=layout.plan, flags=flags, beyond=beyond)
 
 
-FRAMEWORK = Framework("ms-swift 4.6 (`megatron sft`)", _flags)
+FRAMEWORK = Framework("ms-swift 4.6 (`megatron sft`)", _flags, "--context_parallel_size")

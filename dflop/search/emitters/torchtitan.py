@@ -10,6 +10,7 @@ from dflop.search.emitted import (
     Emitted,
     Framework,
     as_fsdp2,
+    copies_and_shards,
     encoders_beside,
     joined,
     on_one_mesh,
@@ -24,14 +25,14 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     layers = [len(part) for part in plan.layers_of("llm", num_layers)]
     planned = plan.recomputed_of("llm", num_layers)
     made = on_one_mesh(plan, spec, {"llm": layers if any(planned) else planned}, as_fsdp2(llm))
-    shards = llm.num_shards if llm.gathers else llm.dp
+    copies, shards = copies_and_shards(llm)
     emitted = Emitted(
         plan=made,
         flags={
             "--parallelism.tensor_parallel_degree": str(llm.tp),
             "--parallelism.pipeline_parallel_degree": str(llm.pp),
             "--parallelism.data_parallel_shard_degree": str(shards),
-            "--parallelism.data_parallel_replicate_degree": str(llm.dp // shards),
+            "--parallelism.data_parallel_replicate_degree": str(copies),
             "--training.global_batch_size": str(micro_batch * plan.num_buckets),
         },
     )
@@ -90,4 +91,4 @@ def _recompute_in_flags(emitted: Emitted, recomputed: Sequence[int], layers: Seq
     emitted.beyond.append(f"torchtitan 0.2 says {older} instead of the last flag")
 
 
-FRAMEWORK = Framework("torchtitan 0.3", _flags)
+FRAMEWORK = Framework("torchtitan 0.3", _flags, "--parallelism.context_parallel_degree")

@@ -6,6 +6,7 @@ from dflop.search.emitted import (
     Emitted,
     Framework,
     as_fsdp2,
+    copies_and_shards,
     encoders_beside,
     on_one_mesh,
     recomputed_all_or_none,
@@ -17,7 +18,7 @@ __all__ = ["FRAMEWORK"]
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     llm = plan.grid("llm")
-    shards = llm.num_shards if llm.gathers else llm.dp
+    copies, shards = copies_and_shards(llm)
     recomputed = recomputed_all_or_none(plan, spec)
     emitted = Emitted(
         plan=on_one_mesh(plan, spec, recomputed, as_fsdp2(llm)),
@@ -25,7 +26,7 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
             "train.micro_batch_size": micro_batch,
             "train.global_batch_size": micro_batch * plan.num_buckets,
             "train.dyn_bsz": False,
-            "train.accelerator.dp_replicate_size": llm.dp // shards,
+            "train.accelerator.dp_replicate_size": copies,
             "train.accelerator.dp_shard_size": shards,
             "train.accelerator.fsdp_config.fsdp_mode": "fsdp2",
             "train.gradient_checkpointing.enable": bool(recomputed),
@@ -40,4 +41,4 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     return emitted
 
 
-FRAMEWORK = Framework("VeOmni 0.1.12", _keys, is_config=True, refusal=split_or_apart)
+FRAMEWORK = Framework("VeOmni 0.1.12", _keys, "train.accelerator.ulysses_size", is_config=True, refusal=split_or_apart)

@@ -112,7 +112,7 @@ def test_positions_that_run_on_from_sample_to_sample_are_found(checked, monkeypa
     """Rotary positions count by their distances alone, so that no loss would tell."""
     segments_of = loading.segments_of
 
-    def running_on(llm_tokens):
+    def running_on(llm_tokens, group=None):
         _, ends = segments_of(llm_tokens)
         return torch.arange(ends.ends[-1]), ends
 

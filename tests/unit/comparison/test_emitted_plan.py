@@ -202,3 +202,15 @@ def test_what_the_plan_was_priced_to_train_is_said(plans_of):
     text = text_of(plans_of(make_config(freeze=["vision.encoder"])), "megatron", PIPELINE)
     assert "priced with all parts but vision.encoder trained" in text
     assert "what is trained" not in text_of(plans_of(make_config()), "megatron", PIPELINE)
+
+
+def test_a_plan_that_shares_long_samples_is_priced_as_planned_and_with_whole_samples(plans_of):
+    sharing = replace(WHOLE, grids=(WHOLE.grids[0], replace(WHOLE.grid("llm"), cp=4)))
+    plans = plans_of(make_config())
+    line = prices_in(text_of(plans, "automodel", sharing))[0]
+    planned, at_random, by_sampler = map(float, re.findall(r"([\d.]+) s\b", line))
+    assert "as these keys have it, but with whole samples: " in line
+    assert planned == pytest.approx(plans.pricer(sharing, LPT).mean_step_s(), rel=0.01)
+    assert at_random == pytest.approx(plans.pricer(WHOLE, RANDOM).mean_step_s(), rel=0.01)
+    assert by_sampler < at_random
+    assert planned < 0.99 * plans.pricer(WHOLE, LPT).mean_step_s()  # shares, and not whole samples, are priced

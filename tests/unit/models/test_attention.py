@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from transformers import AttentionInterface
 from dflop.base.torch_versions import grouped_queries
 from dflop.models import attention
 from dflop.models.attention import PACKED, kernel_name, packed_attention
-from dflop.models.microbatch import SegmentEnds
+from dflop.models.microbatch import Exchange, SegmentEnds, SharedKeys
+from dflop.shapes.shares import runs_of
 
 
 def textbook_attention(query, key, value, scaling, is_causal=True):
@@ -64,6 +66,61 @@ def test_packed_segments_equal_separate_sequences_in_output_and_gradient(lengths
     expected.backward(slope)
     for mine, other in zip(packed, alone, strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def group_of_one():
+    """A process group in which a replica sends rows to itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3)])
+@pytest.mark.parametrize(("num_tokens", "degree"), [(64, 2), (37, 4), (16, 8)])
+def test_shares_attend_as_the_whole_sample_does_in_output_and_gradient(group_of_one, num_tokens, degree, heads):
+    """All shares and a whole sample in one microbatch. Keys of the share itself stand there, all others are sent."""
+    shares = [runs_of(num_tokens, degree, share) for share in range(degree)]
+    order = torch.tensor([token for runs in shares for run in runs for token in run])
+    alone = 5
+    packed_at = order.argsort()
+    rows = []
+    for runs in shares:
+        own = torch.isin(torch.arange(num_tokens), torch.tensor([token for run in runs for token in run]))
+        found = torch.where(own, packed_at, num_tokens + alone + packed_at)
+        rows += [found[: run.stop] for run in runs]
+    rows.append(num_tokens + torch.arange(alone))
+    queries = [*(len(run) for runs in shares for run in runs), alone]
+    keys = SharedKeys(
+        queries=SegmentEnds(list(itertools.accumulate(queries))),
+        keys=SegmentEnds(list(itertools.accumulate(map(len, rows)))),
+        rows=torch.cat(rows),
+        exchange=Exchange(
+            rows=torch.arange(num_tokens), num_sent=(num_tokens,), num_received=(num_tokens,), group=group_of_one
+        ),
+    )
+    whole = draw(num_tokens + alone, *heads, 8, seed=1)
+    packed = [
+        torch.cat([tensor[:, :, order], tensor[:, :, num_tokens:]], dim=2).detach().requires_grad_() for tensor in whole
+    ]
+    ends = SegmentEnds([num_tokens, num_tokens + alone], keys=keys)
+    output, _ = packed_attention(None, *packed, None, segment_ends=ends, scaling=0.3)
+    expected = torch.cat(
+        [
+            textbook_attention(*(own[:, :, part] for own in whole), 0.3)
+            for part in (slice(num_tokens), slice(num_tokens, None))
+        ],
+        dim=2,
+    ).transpose(1, 2)
+    expected = torch.cat([expected[:, order], expected[:, num_tokens:]], dim=1)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+    slope = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    output.backward(slope)
+    expected.backward(slope)
+    for ours, theirs in zip(packed, whole, strict=True):
+        gradient = torch.cat([theirs.grad[:, :, order], theirs.grad[:, :, num_tokens:]], dim=2)
+        torch.testing.assert_close(ours.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_in_fp32_on_gpus_key_value_heads_are_repeated_which_the_kernel_without_a_quadratic_matrix_needs(monkeypatch):
@@ -116,7 +173,7 @@ def test_a_variable_length_kernel_gets_what_gives_the_same_and_the_bounds_that_c
     monkeypatch.setattr(attention, "_flash_attention", lambda is_hopper: ("flash-attn 2", flash))
     tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3)
-    torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, True), exact)
+    torch.testing.assert_close(attention._varlen(*tensors, ends, ends, 0.3, True), exact)
     assert seen == [ends.bounds]
     assert (ends.bounds.dtype, ends.bounds.tolist()) == (torch.int32, [0, 2, 3, 9])
 
@@ -180,7 +237,7 @@ def test_torchs_kernel_is_called_as_its_version_has_it(kernel, monkeypatch):
     tensors, ends = draw(9, 4, 2, 8, seed=0), SegmentEnds([2, 3, 9])
     for is_causal in (True, False):
         exact, _ = packed_attention(None, *tensors, None, segment_ends=ends, scaling=0.3, is_causal=is_causal)
-        torch.testing.assert_close(attention._varlen(*tensors, ends, 0.3, is_causal), exact)
+        torch.testing.assert_close(attention._varlen(*tensors, ends, ends, 0.3, is_causal), exact)
 
 
 def test_the_installed_torchs_kernel_takes_what_it_is_passed():

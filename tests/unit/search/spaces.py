@@ -44,6 +44,7 @@ def make_config(
     placements: Sequence[str] = ALL_PLACEMENTS,
     schedules: Sequence[str] = ALL_SCHEDULES,
     shardings: Sequence[str] = ALL_SHARDINGS,
+    cp_sizes: Sequence[int] = (1,),
     fixed: dict | None = None,
     today: dict | None = None,
     search_batches: int = 3,
@@ -51,7 +52,8 @@ def make_config(
     memory_gib: float = 64.0,
     **cluster: float | str,
 ) -> Config:
-    """`devices` is the number on all nodes together; everything is searched unless said otherwise."""
+    """`devices` is the number on all nodes together; everything is searched unless said otherwise, but that no sample
+    is shared: batches are so small that most samples are long."""
     return load_config(
         {
             "model": {"freeze": list(freeze)},
@@ -66,6 +68,7 @@ def make_config(
                 "placements": list(placements),
                 "schedules": list(schedules),
                 "shardings": list(shardings),
+                "cp_sizes": list(cp_sizes),
                 "search_batches": search_batches,
                 "fixed": fixed,
                 "today": today,

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import pytest
 import yaml
@@ -30,6 +31,9 @@ SHARED = Plan(
     num_microbatches=2,
     checkpointing=True,
 )
+
+# The same with long samples over up to four replicas.
+LONG = replace(SHARED, grids=(SHARED.grids[0], replace(SHARED.grid("llm"), cp=4)))
 
 
 def test_megatron_is_told_sizes_microbatches_and_the_distributed_optimiser():
@@ -319,7 +323,7 @@ ONE_MODULE = replace(
 # The fields of the named releases, as far as these keys need them. Each is a path of the release's config classes.
 CORE = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("sequence_parallel", "pipeline_model_parallel_layout"),
+    *("sequence_parallel", "pipeline_model_parallel_layout", "context_parallel_size"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
 }
 DDP = {
@@ -337,7 +341,10 @@ DOCUMENTED = {
     "ms_swift": {f"--{name}" for name in (*CORE, *DDP, *BATCHES, "vit_gradient_checkpointing")},
     "automodel": {
         *("step_scheduler.global_batch_size", "step_scheduler.local_batch_size"),
-        *(f"distributed.{name}" for name in ("strategy", "tp_size", "pp_size", "dp_size", "dp_replicate_size")),
+        *(
+            f"distributed.{name}"
+            for name in ("strategy", "tp_size", "pp_size", "dp_size", "dp_replicate_size", "cp_size")
+        ),
         "distributed.sequence_parallel",
         *("distributed.activation_checkpointing", "distributed.activation_checkpointing_scope"),
         "distributed.defer_fsdp_grad_sync",
@@ -346,13 +353,16 @@ DOCUMENTED = {
     },
     "veomni": {
         *(f"train.{name}" for name in (*BATCHES, "dyn_bsz", "gradient_checkpointing.enable")),
-        *(f"train.accelerator.{name}" for name in ("dp_replicate_size", "dp_shard_size", "fsdp_config.fsdp_mode")),
+        *(
+            f"train.accelerator.{name}"
+            for name in ("dp_replicate_size", "dp_shard_size", "ulysses_size", "fsdp_config.fsdp_mode")
+        ),
     },
 }
 
 
 @pytest.mark.parametrize("framework", DOCUMENTED)
-@pytest.mark.parametrize("plan", [PIPELINE, SHARED, WHOLE, UNEVEN, CHUNKS, ONE_MODULE], ids=str)
+@pytest.mark.parametrize("plan", [PIPELINE, SHARED, LONG, WHOLE, UNEVEN, CHUNKS, ONE_MODULE], ids=str)
 def test_keys_are_those_of_the_named_release_and_the_text_gives_them_back(framework, plan):
     about = FRAMEWORKS[framework]
     if about.refusal(plan):
@@ -480,7 +490,36 @@ def test_automodel_is_told_the_modules_of_uneven_stages():
     assert parts[-1][-3:-1] == ["model.language_model.norm", "lm_head"]
 
 
-@pytest.mark.parametrize("plan", [SHARED, WHOLE], ids=str)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_plan_that_shares_long_samples_has_the_frameworks_own_degree_for_all_of_them(framework):
+    about, emitted, whole = FRAMEWORKS[framework], *(emit(framework, plan, SPEC, 512) for plan in (LONG, SHARED))
+    degree = emitted.flags.pop(about.cp_key)
+    assert degree == (4 if about.is_config else "4")
+    assert about.cp_key not in whole.flags
+    (said,) = {*emitted.beyond} - {*whole.beyond} - {own for own in emitted.beyond if "gradient_accumulation" in own}
+    assert f"over up to 4 replicas, and `{about.cp_key}` every sample over 4 devices" in said
+    assert emitted.plan == whole.plan  # which is what is priced
+
+
+@pytest.mark.parametrize(
+    ("framework", "sizes"),
+    [
+        ("torchtitan", ("--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree")),
+        ("veomni", ("train.accelerator.dp_replicate_size", "train.accelerator.dp_shard_size")),
+        ("automodel", ("distributed.dp_size",)),
+    ],
+)
+@pytest.mark.parametrize("shards", [2, 8, 32])
+def test_devices_that_divide_a_sample_count_as_one_replica(framework, sizes, shards):
+    llm = replace(LONG.grid("llm"), shards=shards)
+    flags = emit(framework, replace(LONG, grids=(LONG.grids[0], llm)), SPEC, 512).flags
+    counts = [int(flags[name]) for name in (*sizes, FRAMEWORKS[framework].cp_key)]
+    assert prod(counts) == 64
+    if len(sizes) == 2:
+        assert counts[1] == max(1, shards // 4)
+
+
+@pytest.mark.parametrize("plan", [SHARED, LONG, WHOLE], ids=str)
 def test_accelerate_reads_its_config(plan, tmp_path):
     file = tmp_path / "accelerate.yaml"
     file.write_text(emit("accelerate", plan, SPEC, 512).to_text(FRAMEWORKS["accelerate"], plan))
@@ -496,6 +535,8 @@ def test_accelerate_reads_its_config(plan, tmp_path):
 
 
 def test_frameworks_refuse_what_they_cannot_run():
+    sharing = replace(WHOLE, grids=(WHOLE.grids[0], replace(WHOLE.grid("llm"), cp=2)))
+    assert "its context parallelism is FSDP2's" in FRAMEWORKS["accelerate"].refusal(sharing)
     assert "at least as many microbatches as stages, 4" in FRAMEWORKS["automodel"].refusal(
         replace(PIPELINE, num_microbatches=3)
     )

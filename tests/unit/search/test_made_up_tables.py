@@ -59,10 +59,10 @@ from dflop.search.emitted import Emitted, Framework
 
 
 def flags_of(plan, spec, micro_batch):
-    return Emitted(flags={"--stages": str(plan.grid("llm").pp)})
+    return Emitted(flags={"--stages": str(plan.grid("llm").pp)}, plan=plan)
 
 
-FRAMEWORK = Framework("Made Up 1.0", flags_of)
+FRAMEWORK = Framework("Made Up 1.0", flags_of, "--shares")
 """
 CHECK = """
 def check(asked):
