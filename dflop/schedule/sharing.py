@@ -14,7 +14,7 @@ from dflop.shapes.shares import LEAST_TOKENS
 __all__ = ["FILLS", "deal_shares", "degrees_of", "most_shares"]
 
 # The largest share of a mean bucket's load that a share has, in turn.
-FILLS = (1.0, 0.5, 0.25)
+FILLS = (1.0, 0.5, 0.25, 0.1, 0.05)
 
 
 def degrees_of(loads: np.ndarray, llm_tokens: np.ndarray, num_buckets: int, cp: int, fill: float) -> np.ndarray:

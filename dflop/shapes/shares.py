@@ -22,8 +22,8 @@ from dflop.shapes.samples import SampleShapes
 
 __all__ = ["LEAST_TOKENS", "Piece", "SampleDivider", "pieces_of", "run_bounds", "runs_of"]
 
-# A share has at least so many tokens: fewer are not worth their messages.
-LEAST_TOKENS = 64
+# A share has at least so many tokens: attention kernels compute the queries of a run 128 at a time.
+LEAST_TOKENS = 256
 
 
 def run_bounds(num_tokens: int, degree: int) -> list[int]:

@@ -35,9 +35,10 @@ from dflop.base.process_memory import process_bytes
 from dflop.comparison import price_baselines
 from dflop.config import AudioConfig, load_config
 from dflop.costs import CostModel
-from dflop.models import check_tp, load_model_spec
+from dflop.models import SOUND_RATE_HZ, ItemCount, check_tp, load_model_spec
 from dflop.search import Candidate, search_plans
 from dflop.shapes import load_samples
+from dflop.shapes.samples import MEDIA_COLUMNS
 from dflop.store import SHARD_SCHEMA, ShardFile, write_shapes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -197,17 +198,19 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
         if kind == "multi_image":
             among, count = coco, int(rng.integers(FEWEST_PICTURES, MOST_PICTURES + 1))
         drawn = [among[index] for index in rng.integers(len(among), size=TEXTS if kind == "text" else count)]
+        # Width, height, frames and samples of each medium.
         if kind == "text":
-            media = []
+            sizes = []
         elif kind == "audio":
-            media = [rules.audio(seconds, AudioConfig()) for _, _, seconds, _ in drawn]
+            sizes = [(0, 0, 0, round(SOUND_RATE_HZ * seconds)) for _, _, seconds, _ in drawn]
         elif kind == "clip":
-            media = [rules.video(frames_within(rules, CLIP_TOKENS), 640, 480)]
+            sizes = [(640, 480, frames_within(rules, CLIP_TOKENS), 0)]
         elif kind == "video":
             # One frame a second, the first at 0 s.
-            media = [rules.video(math.floor(seconds) + 1, 640, 480) for _, _, seconds, _ in drawn]
+            sizes = [(640, 480, math.floor(seconds) + 1, 0) for _, _, seconds, _ in drawn]
         else:
-            media = [rules.image(width, height, count) for width, height, _, _ in drawn]
+            sizes = [(width, height, 0, 0) for width, height, _, _ in drawn]
+        media = [_medium(rules, *size, count) for size in sizes]
         text_tokens = ADDED_TEXT + sum(text for _, _, _, text in drawn)
         num_items, num_tokens = sum(own.num_items for own in media), sum(own.num_tokens for own in media)
         seen, heard = ((num_items, num_tokens), (0, 0)) if kind != "audio" else ((0, 0), (num_items, num_tokens))
@@ -230,9 +233,25 @@ def draw_mix(tables: Path, rules, *, hears: bool) -> pl.DataFrame:
                 "target_tokens": round(TARGET_SHARE * text_tokens),
                 "llm_tokens": num_tokens + text_tokens,
                 "truncated": False,
+                **dict(zip(MEDIA_COLUMNS, _columns_of(sizes), strict=True)),
             }
         )
     return pl.DataFrame(rows, schema=SHARD_SCHEMA)
+
+
+def _medium(rules, width: int, height: int, num_frames: int, num_samples: int, num_images: int) -> ItemCount:
+    if num_samples:
+        return rules.audio(num_samples / SOUND_RATE_HZ, AudioConfig())
+    return rules.video(num_frames, width, height) if num_frames else rules.image(width, height, num_images)
+
+
+def _columns_of(sizes: list[tuple[int, int, int, int]]) -> list[list[int]]:
+    """The media's columns: a list of one number a medium for each."""
+    rows = []
+    for width, height, frames, sound in sizes:
+        a_second = 10**6 if frames else 0
+        rows.append((width, height, frames, a_second, sound, a_second))
+    return [[row[column] for row in rows] for column in range(len(MEDIA_COLUMNS))]
 
 
 @cache
