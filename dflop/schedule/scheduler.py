@@ -61,9 +61,8 @@ _MOST_ROUNDS, _LEAST_GAIN, _SHARE_OF_STEP = 20, 5e-4, 0.25
 MOST_CHECKED = 1000
 # Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
 FLATTER = (0.8, 0.6, 0.4, 0.2)
-# How often a batch with shared samples is dealt until it fits, and how much less the fullest bucket then may hold, as a
-# part of what was too much.
-_MOST_DEALT, _MORE_THAN_NEEDED = 6, 1.1
+# How often a batch with shared samples is dealt until it fits, with ever more equal buckets.
+_MOST_DEALT = 6
 Packed = TypeVar("Packed")
 
 
@@ -151,21 +150,27 @@ class BatchScheduler:
         return None
 
     def _with_shares(self, divided: SampleShapes, degree: np.ndarray, name: str) -> "_Start":
-        """A batch whose samples have `degree` rows each, dealt so that it fits into memory, if a way is found."""
+        """A batch whose samples have `degree` rows each, dealt so that it fits into memory, or needs as little as any
+        way that was tried. Its step is infinite where a bucket would be empty."""
         pricer, plan = self.pricer, self.pricer.plan
         loads_s, row_bytes = pricer.problem(divided).loads_s, pricer.memory.bytes_of_rows(pricer.alone(divided))
-        most_bytes, limit_bytes = np.inf, pricer.memory.limit_bytes
+        found, least_bytes, most_bytes, fewer = None, np.inf, np.inf, 1.0
         for _ in range(_MOST_DEALT):
             dealt = deal_shares(loads_s, row_bytes, degree, plan.grid("llm"), plan.num_microbatches, most_bytes)
             start = self._start(divided, name, *dealt)
             bucket = np.ravel_multi_index(dealt, (plan.grid("llm").dp, plan.num_microbatches))
             filled = np.bincount(bucket, row_bytes, plan.num_buckets)
             if not filled.all():
-                return start._replace(step_s=np.inf)
-            if (needed := max(pricer.memory_bytes(divided, start.assignment).values())) <= limit_bytes:
+                start = start._replace(step_s=np.inf)
+            needed = max(pricer.memory_bytes(divided, start.assignment).values())
+            if found is None or needed < least_bytes:
+                found, least_bytes = start, needed
+            if needed <= pricer.memory.limit_bytes:
                 break
-            most_bytes = filled.max() - (needed - limit_bytes) * _MORE_THAN_NEEDED
-        return start
+            if most_bytes == np.inf:  # in equal parts down to equal buckets
+                most_bytes, fewer = filled.max(), (filled.mean() / filled.max()) ** (1 / (_MOST_DEALT - 1))
+            most_bytes *= fewer
+        return found
 
     def priced_by(self, pricer: Pricer) -> "BatchScheduler":
         """A scheduler of the same steps with another pricer of the plan. It has to be closed like this one."""
