@@ -25,7 +25,7 @@ from dflop.plan import Plan
 from dflop.schedule import BYTES_PER_VALUE
 from dflop.search.candidate import Candidate, PlanPricer
 from dflop.search.encoder_bounds import DealtMedia
-from dflop.search.grouped_batches import SEARCH_FILL, GroupedBatches
+from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pins import without_each
@@ -53,6 +53,9 @@ _WORTH_IT = 1.01
 # Where no plan fits: for how many of those with the least bounds of memory the needed bytes are computed.
 _NUM_NEAREST = 256
 _PROGRESS_EVERY = 64
+# A sample is long that takes this part of what a device computes of a batch. Among shorter ones (of up to 0.3), sharing
+# brought nothing: each device has several of them.
+_LONG = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,15 +150,14 @@ def search_plans(
 
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
-    """Of the sizes that the config allows those that are worth a search: more than one only as far as the largest
-    sample is more than a part of what a device computes of a batch (`SEARCH_FILL`), and the sizes of its media are
-    known."""
+    """Of the sizes that the config allows those that are worth a search: the least alone unless the largest sample is
+    a large part of what a device computes of a batch (`_LONG`), and the sizes of its media are known."""
     sizes = allowed_cp_sizes(config)
     media, has_items = batches.largest.media, batches.largest.num_items.any(axis=1)
     if media is None or (has_items & (media.counts == 0)).any():
         return sizes[:1]
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
-    return [size for size in sizes if size == sizes[0] or size < 2 * largest / SEARCH_FILL]
+    return sizes if largest >= _LONG else sizes[:1]
 
 
 def _search_with(

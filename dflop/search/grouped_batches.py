@@ -16,7 +16,7 @@ from dflop.schedule.sharing import degrees_of, most_shares
 from dflop.shapes import SampleShapes
 from dflop.shapes.shares import SampleDivider
 
-__all__ = ["SEARCH_FILL", "GroupedBatches"]
+__all__ = ["GroupedBatches"]
 
 # How many batches are drawn: enough for `_ENOUGH_SAMPLES` samples, since large batches differ less from each other.
 _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
