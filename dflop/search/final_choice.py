@@ -4,6 +4,9 @@ A plan is priced on batches that are regrouped in a simple way, the same for all
 regroups each batch for its plan, which shortens the steps of some plans more than those of others. Among plans whose
 prices are close to the fastest, the scheduled step times decide. Of plans that train the LLM alike, and differ only in
 how they encode, only the one with the least price is scheduled: the schedules of the others hardly differ from its.
+
+The price of a plan whose replicas share samples lets shares lie anywhere, and so may count too little memory. Such a
+plan is only chosen once its batches are scheduled: with more recomputed layers if need be.
 """
 
 from collections.abc import Hashable
@@ -11,14 +14,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from dflop.balance import LPT
 from dflop.base import UserError
 from dflop.config import Config, ScheduleConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
-from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
-from dflop.search.candidate import Candidate, pricer_of
+from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult, search_plans
+from dflop.search.candidate import Candidate, PlanPricer, pricer_of
+from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.recompute import with_recomputed
 from dflop.shapes import SampleShapes
 
 __all__ = ["with_finalists_scheduled"]
@@ -27,6 +33,8 @@ __all__ = ["with_finalists_scheduled"]
 _NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
+# Of a stage's layers, this part is recomputed in addition where shared samples do not fit.
+_PARTS = 8
 
 
 def with_finalists_scheduled(
@@ -36,7 +44,8 @@ def with_finalists_scheduled(
 
     The batches are the first that training will draw, scheduled without CBC, so that the choice is the same each time.
     """
-    if config.train.global_batch_size > _MOST_SAMPLES:
+    about = config, spec, costs, samples
+    if config.train.global_batch_size > _MOST_SAMPLES and found.best.plan.grid("llm").cp == 1:
         return found
     most_s = (1 + FINALISTS_PERCENT / 100) * found.best.step_s
     by_llm: dict[Hashable, Candidate] = {}
@@ -44,12 +53,49 @@ def with_finalists_scheduled(
         if candidate.step_s <= most_s:
             by_llm.setdefault(_of_llm(candidate.plan), candidate)
     finalists = list(by_llm.values())
-    if len(finalists) < 2:
+    if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1:
         return found
-    scheduled_s = [_scheduled_s(plan, config, spec, costs, samples) for plan in finalists]
-    if not np.isfinite(scheduled_s).any():
-        return found
-    return replace(found, chosen=finalists[int(np.argmin(scheduled_s))], num_finalists=len(finalists))
+    scheduled = [_with_room(candidate, *about) for candidate in finalists]
+    if not any(np.isfinite(step_s) for _, step_s in scheduled):
+        if all(candidate.plan.grid("llm").cp == 1 for candidate in finalists):
+            return found
+        sizes = [size for size in config.plan.cp_sizes if size < max(own.plan.grid("llm").cp for own in finalists)]
+        smaller = replace(config, plan=replace(config.plan, cp_sizes=sizes or [1]))
+        return with_finalists_scheduled(search_plans(smaller, *about[1:]), *about)
+    chosen, _ = min(scheduled, key=lambda own: own[1])
+    candidates = found.candidates if chosen in found.candidates else [*found.candidates, chosen]
+    candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
+    return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
+
+
+def _with_room(
+    candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> tuple[Candidate, float]:
+    """The candidate and its scheduled step. If replicas share samples, and its batches do not fit into memory, it gets
+    more recomputed layers until they do; the step is infinite where that does not help."""
+    about = config, spec, costs
+    step_s, cp, plan = _scheduled_s(candidate, *about, samples), candidate.plan.grid("llm").cp, candidate.plan
+    pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
+    while cp > 1 and not np.isfinite(step_s) and not pinned:
+        plan, before = _recomputing_more(plan, spec), plan
+        if plan == before:
+            break
+        batches = GroupedBatches(*about, samples, cp)
+        candidate = PlanPricer(plan, *about, batches, LPT).candidate()
+        step_s = _scheduled_s(candidate, *about, samples)
+    return candidate, step_s
+
+
+def _recomputing_more(plan: Plan, spec: ModelSpec) -> Plan:
+    """The plan with a part of each stage's layers recomputed in addition to those that are."""
+    counts = {}
+    for grid in plan.grids:
+        num_layers = spec.module(grid.module).num_layers
+        layers = np.array([len(own) for own in plan.layers_of(grid.module, num_layers)])
+        recomputed = np.array(plan.recomputed_of(grid.module, num_layers))
+        more = np.minimum(layers, recomputed + -(-layers // _PARTS))
+        counts[grid.module] = more.reshape(-1, grid.pp).sum(axis=0)
+    return with_recomputed(plan, counts, spec)
 
 
 def _of_llm(plan: Plan) -> Hashable:
