@@ -91,15 +91,15 @@ class CostModel(FittedCosts):
             self._parts[module, layout] = forward, backward
         return self._parts[module, layout]
 
-    def exchanging(self, token_bytes: float, byte_s: float) -> "CostModel":
+    def exchanging(self, token_bytes: float, byte_s: float, num_groups: float) -> "CostModel":
         """These costs with those of keys and values that come from other replicas, for each token of theirs (the LLM's
         `num_items`): `token_bytes` of them a layer, divided among tensor-parallel ranks, at `byte_s` seconds a byte.
 
         They come in forward, and again where a layer is recomputed; gradients go back. Attention's backward needs them
-        as long as the layer's own. Copies beside them last as long as the exchange: those received, and the gradients
-        that are summed.
+        as long as the layer's own. Beside them stand copies for a while: those received, gradients that are summed, and
+        those that flash-attn 2 makes for each head of queries, `num_groups` for one of keys.
         """
-        if ("exchanging", token_bytes, byte_s) not in self._parts:
+        if ("exchanging", token_bytes, byte_s, num_groups) not in self._parts:
             found = replace(
                 self, times=dict(self.times), activations=dict(self.activations), transients=dict(self.transients)
             )
@@ -114,9 +114,9 @@ class CostModel(FittedCosts):
                 if (module, part) == ("llm", "layer"):
                     kept = 0.0 if checkpointing else 1.0
                     found.activations[key] += coefficients(num_items=kept * token_bytes / layout.tp)
-                    found.transients[key] += coefficients(num_items=3 * token_bytes / layout.tp)
-            self._parts["exchanging", token_bytes, byte_s] = found
-        return self._parts["exchanging", token_bytes, byte_s]
+                    found.transients[key] += coefficients(num_items=(2 + num_groups) * token_bytes / layout.tp)
+            self._parts["exchanging", token_bytes, byte_s, num_groups] = found
+        return self._parts["exchanging", token_bytes, byte_s, num_groups]
 
     def stage_memory(
         self, kind: StageKind, loads: Loads, working_bytes: Mapping[str, float] = NO_WORKING_BYTES

@@ -151,14 +151,21 @@ class MediaDecoder:
                 container = opened.enter_context(open_clip(file, self.limits))
             container.streams.video[0].thread_type = "AUTO"
             packets = self.limits.in_time(file.name, container.demux(video=0))
-            is_said = False
-            for frame in _frames_at(packets, iter(wanted[numbers.start : numbers.stop])):
-                found = (frame.width, frame.height)
-                if found != size.pixels and not is_said:
-                    said = f"{file}: frames of {found} pixels, it was profiled with {tuple(size.pixels)}"
-                    self.unreadable.append(f"{said}; they were scaled")
-                    is_said = True
-                yield frame.to_image(width=size.width, height=size.height)
+            is_said, before, is_shown = False, None, False
+            try:
+                for number, frame in enumerate(_frames_at(packets, iter(wanted[: numbers.stop]))):
+                    if number < numbers.start:
+                        before = frame
+                        continue
+                    found, is_shown = (frame.width, frame.height), True
+                    if found != size.pixels and not is_said:
+                        said = f"{file}: frames of {found} pixels, it was profiled with {tuple(size.pixels)}"
+                        self.unreadable.append(f"{said}; they were scaled")
+                        is_said = True
+                    yield frame.to_image(width=size.width, height=size.height)
+            finally:  # it ends before these: as where all are decoded, the last one is repeated
+                if before is not None and not is_shown:
+                    yield before.to_image(width=size.width, height=size.height)
 
 
 def _why(error: RecordError, file: Path | Embedded) -> str:

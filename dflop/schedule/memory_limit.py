@@ -61,22 +61,26 @@ def shared_bytes(pricer: Pricer, samples: SampleShapes) -> np.ndarray:
     """As `alone_bytes`, but where that is more than a device has, and the plan's replicas share samples, of the fullest
     device that computes a share of the sample."""
     needed_bytes, limit_bytes = alone_bytes(pricer, samples), pricer.memory.limit_bytes
-    if pricer.divider and (needed_bytes > limit_bytes).any():
-        long = np.flatnonzero(needed_bytes > limit_bytes)
+    long = np.flatnonzero((needed_bytes > limit_bytes) & samples.can_be_divided)
+    if pricer.divider and len(long):
         degree = np.minimum(most_shares(samples.llm_tokens[long]), pricer.plan.grid("llm").cp)
         of_shares = alone_bytes(pricer, pricer.divider.divided(samples.take(long), degree))
         needed_bytes[long] = np.maximum.reduceat(of_shares, np.cumsum(degree) - degree)
     return needed_bytes
 
 
-def leave_out_too_large(pricer: Pricer, samples: SampleShapes) -> tuple[SampleShapes, pl.DataFrame]:
-    """The samples that the plan's devices can hold, and a row for each of the others (`LEFT_OUT_SCHEMA`).
+def leave_out_too_large(
+    pricer: Pricer, samples: SampleShapes, *, shares: bool = True
+) -> tuple[SampleShapes, pl.DataFrame]:
+    """The samples that the plan's devices can hold, and a row for each of the others (`LEFT_OUT_SCHEMA`). Replicas that
+    share samples hold longer ones together, unless the policy shares none (`shares`).
 
     Raises:
         UserError: a device cannot hold the model, or more than a tenth of the samples.
     """
     pricer.memory.require_room()
-    return without(samples, shared_bytes(pricer, samples), pricer.memory.limit_bytes)
+    needed_bytes = (shared_bytes if shares else alone_bytes)(pricer, samples)
+    return without(samples, needed_bytes, pricer.memory.limit_bytes)
 
 
 def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float) -> tuple[SampleShapes, pl.DataFrame]:
@@ -268,8 +272,8 @@ def _replicas_that_differ(pricer: Pricer) -> Iterator[dict[str, int]]:
 
 def _detail(shapes: SampleShapes, index: int, needed_bytes: float, limit_bytes: float) -> str:
     return (
-        f"{_named(shapes, index)}, takes {_gib(needed_bytes)} GiB of a device even alone in a microbatch, shared by as "
-        f"many replicas as may share it, and `cluster.memory_gib` is {_gib(limit_bytes)}; use devices with as much, "
+        f"{_named(shapes, index)}, takes {_gib(needed_bytes)} GiB of a device even alone in a microbatch, and "
+        f"`cluster.memory_gib` is {_gib(limit_bytes)}; use devices with as much, "
         "more replicas a sample (`plan.cp_sizes`), pipeline stages, tensor parallelism or checkpointing, or lower "
         "`data.max_llm_tokens`"
     )

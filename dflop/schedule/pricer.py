@@ -68,7 +68,9 @@ class Pricer:
         self.divider = SampleDivider(spec, audio) if audio and plan.grid("llm").cp > 1 else None
         if self.divider:
             token_bytes = spec.keys_and_values * BYTES_PER_VALUE[precision]
-            self.costs = costs.exchanging(token_bytes, self.transfers.exchange_byte_s())
+            sizes = spec.module("llm")
+            num_groups = sizes.num_heads / sizes.num_kv_heads
+            self.costs = costs.exchanging(token_bytes, self.transfers.exchange_byte_s(), num_groups)
         self._about = spec, cluster, trained, BYTES_PER_VALUE[precision]
         self.compiled = compile_plan(plan, trained)
         self._with_slots = lru_cache(maxsize=16)(lambda slots: compile_plan(plan, trained, self._unpacked(slots)))

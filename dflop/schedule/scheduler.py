@@ -131,29 +131,40 @@ class BatchScheduler:
         tried = {
             degree.tobytes(): (f"shares of {fill:g}", degree)
             for fill in reversed(FILLS)
-            for degree in [degrees_of(loads_s, shapes.llm_tokens, pricer.plan.num_buckets, llm.cp, fill)]
+            for wanted in [degrees_of(loads_s, shapes.llm_tokens, pricer.plan.num_buckets, llm.cp, fill)]
+            for degree in [np.where(shapes.can_be_divided, wanted, 1)]
         }
         if all((degree == 1).all() for _, degree in tried.values()):
             return None
         starts = []
-        for name, degree in (*tried.values(), ("whole samples", np.ones(len(shapes), dtype=np.int64))):
+        for name, degree in tried.values():
             divided = pricer.divider.divided(shapes, degree)
             starts.append((divided, self._with_shares(divided, degree, name)))
         in_order = sorted((start for start in starts if start[1].step_s < np.inf), key=lambda start: start[1].step_s)
+        try:
+            whole = self._decide(shapes, pricer.problem(shapes), step, policy)
+            whole_s = pricer.step_s(shapes, whole[0])
+        except UserError:  # whole samples do not fit
+            whole, whole_s = None, np.inf
         for number, (divided, start) in enumerate(in_order):
             found, step_s = start.assignment, start.step_s
             if policy.searches:
                 seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
                 found, step_s = StepSearch(pricer, divided).improve(found, self.num_trials, seed)
             if np.isfinite(step_s) and fits(pricer, divided, found):
+                if whole_s <= step_s:
+                    break
                 return divided, found, f"{start.name}, search {step_s / start.step_s - 1:+.1%}", number
-        return None
+        return whole and (shapes, *whole)
 
     def _with_shares(self, divided: SampleShapes, degree: np.ndarray, name: str) -> "_Start":
         """A batch whose samples have `degree` rows each, dealt so that it fits into memory, or needs as little as any
         way that was tried. Its step is infinite where a bucket would be empty."""
         pricer, plan = self.pricer, self.pricer.plan
-        loads_s, row_bytes = pricer.problem(divided).loads_s, pricer.memory.bytes_of_rows(pricer.alone(divided))
+        loads_s, row_bytes = (
+            pricer.problem(divided).loads_s,
+            np.maximum(pricer.memory.bytes_of_rows(pricer.alone(divided)), 1.0),
+        )
         found, least_bytes, most_bytes, fewer = None, np.inf, np.inf, 1.0
         for _ in range(_MOST_DEALT):
             dealt = deal_shares(loads_s, row_bytes, degree, plan.grid("llm"), plan.num_microbatches, most_bytes)

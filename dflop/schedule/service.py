@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
-from dflop.balance import WORK_TIMEOUT_S
+from dflop.balance import POLICIES, WORK_TIMEOUT_S
 from dflop.base import UserError
 from dflop.base.commands import COMMANDS
 from dflop.base.numa import leave_cores_near
@@ -84,7 +84,7 @@ def _open(
         precision=config.train.precision,
         audio=config.data.audio,
     )
-    samples, left_out = leave_out_too_large(pricer, samples)
+    samples, left_out = leave_out_too_large(pricer, samples, shares=POLICIES[config.schedule.policy].may_reorder)
     return samples, left_out, pricer
 
 

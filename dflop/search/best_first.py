@@ -123,6 +123,10 @@ def search_plans(
     batches = GroupedBatches(config, spec, costs, samples)
     sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
+    # Where nothing fits, replicas may hold together what one cannot.
+    more = [] if within or policy is not LPT else [size for size in allowed_cp_sizes(config) if size not in sizes]
+    if not batches.largest.can_be_divided.all():
+        more = []
     found, trouble, num_before, num_plans = None, None, 0, 0
 
     def go_on(done: int, total: int) -> None:
@@ -130,7 +134,9 @@ def search_plans(
         num_plans = num_before + total
         progress(num_before + done, num_plans)
 
-    for cp in reversed(sizes):
+    for cp in (*reversed(sizes), *more):
+        if cp in more and found:
+            break
         num_before = num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
@@ -153,8 +159,7 @@ def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
     """Of the sizes that the config allows those that are worth a search: the least alone unless the largest sample is
     a large part of what a device computes of a batch (`_LONG`), and the sizes of its media are known."""
     sizes = allowed_cp_sizes(config)
-    media, has_items = batches.largest.media, batches.largest.num_items.any(axis=1)
-    if media is None or (has_items & (media.counts == 0)).any():
+    if not batches.largest.can_be_divided.all():
         return sizes[:1]
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
     return sizes if largest >= _LONG else sizes[:1]

@@ -25,6 +25,7 @@ from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResu
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.recompute import with_recomputed
+from dflop.search.space import is_cp_pinned
 from dflop.shapes import SampleShapes
 
 __all__ = ["with_finalists_scheduled"]
@@ -57,11 +58,12 @@ def with_finalists_scheduled(
         return found
     scheduled = [_with_room(candidate, *about) for candidate in finalists]
     if not any(np.isfinite(step_s) for _, step_s in scheduled):
-        if all(candidate.plan.grid("llm").cp == 1 for candidate in finalists):
+        most = max(candidate.plan.grid("llm").cp for candidate in finalists)
+        sizes = [] if is_cp_pinned(config) else [size for size in config.plan.cp_sizes if size < most]
+        if not sizes:
             return found
-        sizes = [size for size in config.plan.cp_sizes if size < max(own.plan.grid("llm").cp for own in finalists)]
-        smaller = replace(config, plan=replace(config.plan, cp_sizes=sizes or [1]))
-        return with_finalists_scheduled(search_plans(smaller, *about[1:]), *about)
+        smaller = replace(config, plan=replace(config.plan, cp_sizes=sizes))
+        return with_finalists_scheduled(search_plans(smaller, *about[1:]), smaller, *about[1:])
     chosen, _ = min(scheduled, key=lambda own: own[1])
     candidates = found.candidates if chosen in found.candidates else [*found.candidates, chosen]
     candidates = sorted(candidates, key=lambda candidate: candidate.step_s)

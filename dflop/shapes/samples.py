@@ -136,6 +136,12 @@ class SampleShapes:
         return self.sum_sq_items[:, self.encoders.index(encoder)]
 
     @property
+    def can_be_divided(self) -> np.ndarray:
+        """Whether what a share of each sample encodes is known: the sizes of its media are, or it has none."""
+        has_items = self.num_items.any(axis=1)
+        return ~has_items if self.media is None else ~has_items | (self.media.counts > 0)
+
+    @property
     def sum_sq_tokens(self) -> np.ndarray:
         """What causal attention of each row costs, as the squared length of a sample that costs as much. A share's run
         from token a to b attends to all before b: b^2 - a^2."""

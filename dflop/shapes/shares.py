@@ -141,20 +141,8 @@ class SampleDivider:
                     made.sum_sq_items[row, column] = sum(count.sum_sq_items for count in counts)
 
     def _media_of(self, shapes: SampleShapes, sample: int) -> list[MediumShape]:
-        """The shapes of a sample's media; where their sizes are not known, a clip for each encoder."""
-        if shapes.media is None:
-            return [
-                MediumShape(
-                    encoder.media[-1],
-                    ItemCount(
-                        int(shapes.num_items[sample, column]),
-                        int(shapes.kept_tokens[sample, column]),
-                        0.0 if shapes.sum_sq_items is None else float(shapes.sum_sq_items[sample, column]),
-                    ),
-                )
-                for column, encoder in enumerate(self.spec.encoders)
-                if shapes.num_items[sample, column]
-            ]
+        """The shapes of a sample's media."""
+        assert shapes.media is not None, "only samples that can be divided are"
         sizes = [MediumSize(*size) for size in shapes.media[np.array([sample])].values.tolist()]
         kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
         num_images = kinds.count("image")
