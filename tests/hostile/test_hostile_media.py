@@ -383,7 +383,7 @@ def print_peak():
 
 class Nothing:
     item_shape = ()
-    images = frames = staticmethod(lambda pictures: [None] * len(pictures))
+    images = frames = staticmethod(lambda pictures, num_frames=None: [None] * len(pictures))
     sound = len
 
 data, file = DataConfig(), Path(sys.argv[1])

@@ -96,7 +96,7 @@ def test_a_sample_beyond_every_bucket_is_left_out_with_its_name_its_need_and_the
         f"left out: drawn row 7: sample 's7' with 200000 LLM tokens and {samples.num_items[7, 0]} items"
     )
     assert f"takes {needed_gib:.4g} GiB" in line
-    assert "`cluster.memory_gib` is 1; lower `data.max_llm_tokens`, or use a plan with more" in line
+    assert "`cluster.memory_gib` is 1; use devices with as much, more replicas a sample" in line
 
 
 def test_a_plan_that_splits_the_model_further_holds_the_sample(make_pricer, draw_samples):

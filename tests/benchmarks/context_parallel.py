@@ -1,7 +1,7 @@
 """What it brings that replicas share long samples: predicted for many clusters, and on this machine's clock.
 
-    python tests/benchmarks/long_samples.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
-    python tests/benchmarks/long_samples.py --clock [--steps 12] [--keep FOLDER]
+    python tests/benchmarks/context_parallel.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
+    python tests/benchmarks/context_parallel.py --clock [--steps 12] [--keep FOLDER]
 
 The table: for each mix the chosen plan of all plans, of those that share no sample, and FSDP with our sampler; then the
 fastest plan that divides every sample over 2, 4 or 8 replicas, as frameworks with a fixed degree do, with our groups.
