@@ -61,10 +61,10 @@ def shared_bytes(pricer: Pricer, samples: SampleShapes) -> np.ndarray:
     """As `alone_bytes`, but where that is more than a device has, and the plan's replicas share samples, of the fullest
     device that computes a share of the sample."""
     needed_bytes, limit_bytes = alone_bytes(pricer, samples), pricer.memory.limit_bytes
-    long = np.flatnonzero((needed_bytes > limit_bytes) & samples.can_be_divided)
-    if pricer.divider and len(long):
-        degree = np.minimum(most_shares(samples.llm_tokens[long]), pricer.plan.grid("llm").cp)
-        of_shares = alone_bytes(pricer, pricer.divider.divided(samples.take(long), degree))
+    if pricer.divider and len(long := np.flatnonzero(needed_bytes > limit_bytes)):
+        whole = samples.take(long)
+        degree = np.minimum(most_shares(whole), pricer.plan.grid("llm").cp)
+        of_shares = alone_bytes(pricer, pricer.divider.divided(whole, degree))
         needed_bytes[long] = np.maximum.reduceat(of_shares, np.cumsum(degree) - degree)
     return needed_bytes
 

@@ -122,18 +122,15 @@ class BatchScheduler:
     def _shared(
         self, shapes: SampleShapes, step: int, policy: Policy
     ) -> tuple[SampleShapes, Assignment, str, int] | None:
-        """The batch with its long samples shared, and as `_decide`; None where the plan shares none, no sample is long,
-        or nothing that was tried fits into memory."""
+        """The batch with its long samples shared or whole, whichever is faster, and as `_decide`; None where the plan
+        shares none, no sample is long, or nothing that was tried fits into memory."""
         pricer, llm = self.pricer, self.pricer.plan.grid("llm")
         if pricer.divider is None:
             return None
-        loads_s = pricer.problem(shapes).loads_s
-        tried = {
-            degree.tobytes(): (f"shares of {fill:g}", degree)
-            for fill in reversed(FILLS)
-            for wanted in [degrees_of(loads_s, shapes.llm_tokens, pricer.plan.num_buckets, llm.cp, fill)]
-            for degree in [np.where(shapes.can_be_divided, wanted, 1)]
-        }
+        problem, tried = pricer.problem(shapes), {}
+        for fill in reversed(FILLS):
+            degree = degrees_of(problem.loads_s, shapes, pricer.plan.num_buckets, llm.cp, fill)
+            tried[degree.tobytes()] = f"shares of {fill:g}", degree
         if all((degree == 1).all() for _, degree in tried.values()):
             return None
         starts = []
@@ -142,7 +139,7 @@ class BatchScheduler:
             starts.append((divided, self._with_shares(divided, degree, name)))
         in_order = sorted((start for start in starts if start[1].step_s < np.inf), key=lambda start: start[1].step_s)
         try:
-            whole = self._decide(shapes, pricer.problem(shapes), step, policy)
+            whole = self._decide(shapes, problem, step, policy)
             whole_s = pricer.step_s(shapes, whole[0])
         except UserError:  # whole samples do not fit
             whole, whole_s = None, np.inf
@@ -161,10 +158,8 @@ class BatchScheduler:
         """A batch whose samples have `degree` rows each, dealt so that it fits into memory, or needs as little as any
         way that was tried. Its step is infinite where a bucket would be empty."""
         pricer, plan = self.pricer, self.pricer.plan
-        loads_s, row_bytes = (
-            pricer.problem(divided).loads_s,
-            np.maximum(pricer.memory.bytes_of_rows(pricer.alone(divided)), 1.0),
-        )
+        loads_s = pricer.problem(divided).loads_s
+        row_bytes = np.maximum(1.0, pricer.memory.bytes_of_rows(pricer.alone(divided)))
         found, least_bytes, most_bytes, fewer = None, np.inf, np.inf, 1.0
         for _ in range(_MOST_DEALT):
             dealt = deal_shares(loads_s, row_bytes, degree, plan.grid("llm"), plan.num_microbatches, most_bytes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dflop.base.kernels import kernel
 from dflop.plan import Grid
+from dflop.shapes import SampleShapes
 from dflop.shapes.shares import LEAST_TOKENS
 
 __all__ = ["FILLS", "deal_shares", "degrees_of", "most_shares"]
@@ -17,7 +18,7 @@ __all__ = ["FILLS", "deal_shares", "degrees_of", "most_shares"]
 FILLS = (1.0, 0.5, 0.25, 0.1, 0.05)
 
 
-def degrees_of(loads: np.ndarray, llm_tokens: np.ndarray, num_buckets: int, cp: int, fill: float) -> np.ndarray:
+def degrees_of(loads: np.ndarray, shapes: SampleShapes, num_buckets: int, cp: int, fill: float) -> np.ndarray:
     """Over how many replicas each sample is computed, [num_samples]: 1, 2, 4, … up to `cp`.
 
     `loads` [num_samples, num_loads] are the seconds that samples add to buckets; a share has at most `fill` times those
@@ -26,12 +27,13 @@ def degrees_of(loads: np.ndarray, llm_tokens: np.ndarray, num_buckets: int, cp: 
     mean = loads.sum(axis=0) / num_buckets
     wanted = (loads / np.where(mean > 0, fill * mean, 1.0)).max(axis=1)
     degree = 2 ** np.ceil(np.log2(np.maximum(1.0, wanted))).astype(np.int64)
-    return np.minimum(np.minimum(degree, most_shares(llm_tokens)), cp)
+    return np.minimum(np.minimum(degree, most_shares(shapes)), cp)
 
 
-def most_shares(llm_tokens: np.ndarray) -> np.ndarray:
-    """Over how many replicas samples of these lengths may be computed at most, a power of two."""
-    return 2 ** np.floor(np.log2(np.maximum(1, llm_tokens // LEAST_TOKENS))).astype(np.int64)
+def most_shares(shapes: SampleShapes) -> np.ndarray:
+    """Over how many replicas each sample may be computed at most, a power of two."""
+    most = 2 ** np.floor(np.log2(np.maximum(1, shapes.llm_tokens // LEAST_TOKENS))).astype(np.int64)
+    return np.where(shapes.can_be_divided, most, 1)
 
 
 def deal_shares(

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -76,6 +77,12 @@ class StepSchedule:
         named = [item.name for item in fields(SampleShapes) if item.name != "mixture"]  # what is drawn is no mixture
         return SampleShapes(**{name: getattr(self, name) for name in named})
 
+    @property
+    def sample_tokens(self) -> np.ndarray:
+        """LLM tokens of the whole sample of each row, [num_samples]."""
+        return self.llm_tokens if self.whole_tokens is None else self.whole_tokens
+
+    @lru_cache(maxsize=4)  # noqa: B019 - each microbatch of a step asks
     def shared_samples(self) -> list[list[int]]:
         """The rows of each sample that is shared, by share; samples in an order that is the same in each of their
         replicas."""
@@ -100,7 +107,7 @@ class StepSchedule:
         for rows in self.shared_samples():
             for values in sums.values():
                 values[rows[0]] = values[rows].sum(axis=0)
-        whole = replace(shapes, **sums, llm_tokens=shapes.whole_tokens).take(shapes.share == 0)
+        whole = replace(shapes, **sums, llm_tokens=self.sample_tokens).take(shapes.share == 0)
         return replace(whole, degree=None, share=None, whole_tokens=None)
 
     @property

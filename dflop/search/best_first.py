@@ -122,11 +122,9 @@ def search_plans(
     """
     batches = GroupedBatches(config, spec, costs, samples)
     sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
+    # Where no sample is long the smallest size alone, and others only if nothing fits: replicas hold more together.
+    num_first = len(sizes) if _has_long_sample(config, batches) else 1
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
-    # Where nothing fits, replicas may hold together what one cannot.
-    more = [] if within or policy is not LPT else [size for size in allowed_cp_sizes(config) if size not in sizes]
-    if not batches.largest.can_be_divided.all():
-        more = []
     found, trouble, num_before, num_plans = None, None, 0, 0
 
     def go_on(done: int, total: int) -> None:
@@ -134,8 +132,8 @@ def search_plans(
         num_plans = num_before + total
         progress(num_before + done, num_plans)
 
-    for cp in (*reversed(sizes), *more):
-        if cp in more and found:
+    for number, cp in enumerate((*reversed(sizes[:num_first]), *sizes[num_first:])):
+        if found and number >= num_first:
             break
         num_before = num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
@@ -156,13 +154,15 @@ def search_plans(
 
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
-    """Of the sizes that the config allows those that are worth a search: the least alone unless the largest sample is
-    a large part of what a device computes of a batch (`_LONG`), and the sizes of its media are known."""
+    """The sizes that the config allows; the least alone where it is not known what shares of all samples encode."""
     sizes = allowed_cp_sizes(config)
-    if not batches.largest.can_be_divided.all():
-        return sizes[:1]
+    return sizes if batches.largest.can_be_divided.all() else sizes[:1]
+
+
+def _has_long_sample(config: Config, batches: GroupedBatches) -> bool:
+    """Whether a sample takes a large part of what a device computes of a batch (`_LONG`)."""
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
-    return sizes if largest >= _LONG else sizes[:1]
+    return largest >= _LONG
 
 
 def _search_with(

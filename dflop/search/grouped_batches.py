@@ -44,14 +44,13 @@ class GroupedBatches:
             divider, num_devices = SampleDivider(spec, config.data.audio), config.cluster.num_devices
             for batch, shapes in enumerate(self.shapes):
                 loads = loads_without_plan(shapes, spec, costs)
-                degree = degrees_of(loads, shapes.llm_tokens, num_devices, cp, SEARCH_FILL)
-                self.shapes[batch] = divider.divided(shapes, np.where(shapes.can_be_divided, degree, 1))
+                degree = degrees_of(loads, shapes, num_devices, cp, SEARCH_FILL)
+                self.shapes[batch] = divider.divided(shapes, degree)
         self._text = [np.array(loads_of("llm", shapes)) for shapes in self.shapes]
         # A plan must hold every sample, drawn or not. It does so if it holds each of these.
         self.largest = samples.take(_largest(samples))
         if cp > 1:
-            most = np.where(self.largest.can_be_divided, most_shares(self.largest.llm_tokens), 1)
-            self.largest = divider.divided(self.largest, np.minimum(most, cp))
+            self.largest = divider.divided(self.largest, np.minimum(most_shares(self.largest), cp))
         num_kept = max(1, _MOST_KEPT // num_batches)
         self.drawn = [
             DrawnBatch(loads_without_plan(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)

@@ -7,6 +7,7 @@ may have none, one or several.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import polars as pl
@@ -15,7 +16,18 @@ from dflop.base import UserError
 from dflop.models import ModuleSpec
 from dflop.store import read_table
 
-__all__ = ["MEDIA_COLUMNS", "MediaSizes", "Mixture", "SampleShapes", "load_samples", "without_unencoded"]
+__all__ = [
+    "MEDIA_COLUMNS",
+    "MediaSizes",
+    "Mixture",
+    "SampleShapes",
+    "load_samples",
+    "run_bounds",
+    "without_unencoded",
+]
+
+# One number, or one a sample.
+Count = TypeVar("Count", int, np.ndarray)
 
 # The columns of `samples` with the items of an encoder of these media, and with the tokens that the LLM gets from it.
 _COLUMNS = {
@@ -159,13 +171,18 @@ class SampleShapes:
 
     def _runs(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Where the two runs of each row begin and end; those of a whole sample are its halves."""
-        whole, cuts = self.whole_tokens, 2 * self.degree
-        places = (self.share, cuts - 1 - self.share)
-        return [(place * whole // cuts, (place + 1) * whole // cuts) for place in places]
+        return run_bounds(self.whole_tokens, self.degree, self.share)
 
     def kept_by(self, encoder: str) -> np.ndarray:
         """Tokens of each sample that the LLM gets from one encoder, [num_samples]."""
         return self.kept_tokens[:, self.encoders.index(encoder)]
+
+
+def run_bounds(num_tokens: Count, degree: Count, share: Count) -> list[tuple[Count, Count]]:
+    """Where the two runs of a share begin and end, of samples of `num_tokens` tokens that are cut into `2 * degree`
+    runs: run `share`, and that from the end (`shares`)."""
+    places = (share, 2 * degree - 1 - share)
+    return [(place * num_tokens // (2 * degree), (place + 1) * num_tokens // (2 * degree)) for place in places]
 
 
 def load_samples(

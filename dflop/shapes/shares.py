@@ -15,26 +15,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflop.config import AudioConfig
-from dflop.models import SOUND_RATE_HZ, ItemCount, ModelSpec
-from dflop.shapes.reader import MediumShape, MediumSize
-from dflop.shapes.samples import SampleShapes
+from dflop.config import AudioConfig, DataConfig
+from dflop.models import ItemCount, ModelSpec
+from dflop.shapes.reader import MediumShape, MediumSize, ShapeReader
+from dflop.shapes.samples import SampleShapes, run_bounds
 
-__all__ = ["LEAST_TOKENS", "Piece", "SampleDivider", "pieces_of", "run_bounds", "runs_of"]
+__all__ = ["LEAST_TOKENS", "Piece", "SampleDivider", "pieces_of", "runs_of"]
 
 # A share has at least so many tokens: attention kernels compute the queries of a run 128 at a time.
 LEAST_TOKENS = 256
 
 
-def run_bounds(num_tokens: int, degree: int) -> list[int]:
-    """Where the runs of a sample begin and end: `2 * degree + 1` positions."""
-    return [place * num_tokens // (2 * degree) for place in range(2 * degree + 1)]
-
-
 def runs_of(num_tokens: int, degree: int, share: int) -> tuple[range, range]:
     """The positions of a share's two runs."""
-    bounds = run_bounds(num_tokens, degree)
-    return range(bounds[share], bounds[share + 1]), range(*bounds[-2 - share :][:2])
+    first, second = run_bounds(num_tokens, degree, share)
+    return range(*first), range(*second)
 
 
 class Piece(NamedTuple):
@@ -102,24 +97,15 @@ class SampleDivider:
             return shapes
         rows = np.repeat(np.arange(len(shapes)), degree)
         share = np.arange(len(rows)) - np.repeat(np.cumsum(degree) - degree, degree)
-        whole = shapes.llm_tokens[rows]
-        made = shapes.take(rows)
-        lengths = np.array(
-            [
-                sum(map(len, runs_of(tokens, of, own)))
-                for tokens, of, own in zip(whole.tolist(), degree[rows].tolist(), share.tolist(), strict=True)
-            ]
-        )
+        made, whole = shapes.take(rows), shapes.llm_tokens[rows]
+        lengths = sum(end - start for start, end in run_bounds(whole, degree[rows], share))
         made = replace(
             made,
             degree=degree[rows],
             share=share,
             whole_tokens=whole,
-            llm_tokens=lengths.astype(shapes.llm_tokens.dtype),
+            llm_tokens=lengths.astype(whole.dtype),
             target_tokens=np.where(share == 0, made.target_tokens, 0),
-            num_items=made.num_items.copy(),
-            kept_tokens=made.kept_tokens.copy(),
-            sum_sq_items=None if made.sum_sq_items is None else made.sum_sq_items.copy(),
         )
         starts = np.cumsum(degree) - degree
         for sample in np.flatnonzero((degree > 1) & (shapes.num_items.sum(axis=1) > 0)).tolist():
@@ -145,13 +131,5 @@ class SampleDivider:
         assert shapes.media is not None, "only samples that can be divided are"
         sizes = [MediumSize(*size) for size in shapes.media[np.array([sample])].values.tolist()]
         kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
-        num_images = kinds.count("image")
-        return [self._medium(kind, size, num_images) for kind, size in zip(kinds, sizes, strict=True)]
-
-    def _medium(self, kind: str, size: MediumSize, num_images: int) -> MediumShape:
-        rules = self.spec.rules
-        if kind == "image":
-            return MediumShape(kind, rules.image(*size.pixels, num_images), size.pixels)
-        if kind == "video":
-            return MediumShape(kind, rules.video(size.num_frames, *size.pixels), size.pixels, size.num_frames)
-        return MediumShape(kind, rules.audio(size.num_samples / SOUND_RATE_HZ, self.audio))
+        reader = ShapeReader(self.spec.rules, DataConfig(audio=self.audio))
+        return [reader.stored(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]

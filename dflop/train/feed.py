@@ -211,13 +211,13 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int, cp: int = 1) -> 
     if schedule.media is None:
         raise UserError("shapes.duckdb holds no sizes of media; make it again with `dflop profile-shapes`")
     chosen = samples_of(schedule, node, microbatch)
-    shares, whole_kept, llm_tokens = (), (), schedule.llm_tokens
+    shares, whole_kept = (), ()
     if schedule.degree is not None:
         all_kept = schedule.kept_tokens.sum(axis=1)
         for rows in schedule.shared_samples():
             all_kept[rows] = all_kept[rows].sum()
         shares = tuple(zip(schedule.share[chosen].tolist(), schedule.degree[chosen].tolist(), strict=True))
-        whole_kept, llm_tokens = tuple(all_kept[chosen].tolist()), schedule.whole_tokens
+        whole_kept = tuple(all_kept[chosen].tolist())
     return MicrobatchJob(
         samples=tuple(
             SampleRef(str(source), int(row))
@@ -225,7 +225,7 @@ def job_of(schedule: StepSchedule, node: Node, microbatch: int, cp: int = 1) -> 
         ),
         media=tuple(tuple(MediumSize(*size) for size in sizes.tolist()) for sizes in schedule.media[chosen].of_each()),
         kept_tokens=tuple(map(tuple, schedule.kept_tokens[chosen].tolist())),
-        llm_tokens=tuple(llm_tokens[chosen].tolist()),
+        llm_tokens=tuple(schedule.sample_tokens[chosen].tolist()),
         encoder_rank=tuple(map(tuple, schedule.encoder_rank[chosen].tolist())),
         shares=shares,
         whole_kept=whole_kept,
@@ -240,7 +240,7 @@ def sample_group(schedule: StepSchedule, node: Node, microbatch: int, cp: int) -
     samples = tuple(
         SharedSample(
             first=int(schedule.llm_dp_rank[shares[0]]) - begin,
-            num_tokens=int(schedule.whole_tokens[shares[0]]),
+            num_tokens=int(schedule.sample_tokens[shares[0]]),
             kept_tokens=tuple(map(tuple, schedule.kept_tokens[shares].tolist())),
             row=next((rows.index(row) for row in shares if row in rows), None),
         )

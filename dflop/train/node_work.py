@@ -264,9 +264,8 @@ class LlmWork(_Work):
     def _without_records(self, microbatch: int) -> TextBatch:
         """A batch with only the ends of samples, and each token's position in its sample."""
         schedule, chosen = self.schedule, samples_of(self.schedule, self.node, microbatch)
-        llm_tokens = schedule.llm_tokens if schedule.whole_tokens is None else schedule.whole_tokens
         group = sample_group(schedule, self.node, microbatch, self.program.cp["llm"])
-        position_ids, segment_ends = segments_of(llm_tokens[chosen].tolist(), group)
+        position_ids, segment_ends = segments_of(schedule.sample_tokens[chosen].tolist(), group)
         nothing = torch.zeros(0, dtype=torch.int64)
         batch = TextBatch(
             token_ids=nothing,

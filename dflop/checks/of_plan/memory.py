@@ -238,7 +238,7 @@ def _inputs(
 
 def _text(plan: Plan, schedule: StepSchedule, chosen: np.ndarray, group: SampleGroup | None) -> TextBatch:
     """The text of these samples, with zeros as tokens. The features' positions come first, then those of text."""
-    llm_tokens = (schedule.llm_tokens if schedule.whole_tokens is None else schedule.whole_tokens)[chosen].tolist()
+    llm_tokens = schedule.sample_tokens[chosen].tolist()
     _, segment_ends = segments_of(llm_tokens, group)
     num_tokens, features, shared = segment_ends.ends[-1], [], None
     if group:
