@@ -148,7 +148,7 @@ def search_plans(
         raise trouble or UserError(
             f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
             "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
-            "leave it out, or use 1, 2, 4 or 8"
+            "leave it out, or use a smaller one"
         )
     return found
 
