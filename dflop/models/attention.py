@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dflop.base.torch_versions import grouped_queries
+from dflop.models.kept_attention import made_once
 from dflop.models.microbatch import SegmentEnds
 from dflop.models.shared_samples import keys_and_values
 
@@ -64,6 +65,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     return _flash_attention(is_hopper(device))[0] if _has_varlen(device, dtype) else "sdpa"
 
 
+@made_once
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

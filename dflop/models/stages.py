@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Self
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from dflop.models.adapter_files import is_adapter
 from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
+from dflop.models.kept_attention import keeping_attention
 from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.shared_samples import place_features
@@ -121,9 +123,9 @@ class Stage(nn.Module, ABC):
             return "layer"
         return "first" if "embed" in name else "last"
 
-    def set_recomputed(self, num_layers: int, num_still: int = 0) -> None:
+    def set_recomputed(self, num_layers: int, num_still: int = 0, num_attention_kept: int = 0) -> None:
         """Have `num_layers` layers behind the first `num_still`, which have no backward, and no others, keep only their
-        inputs and recompute in backward."""
+        inputs and recompute in backward. The last `num_attention_kept` of them keep attention's results, too."""
         # transformers 5.23 renamed both methods, and version 6 will remove the old names.
         if not num_layers:
             (getattr(self.hf, "activation_checkpointing_disable", None) or self.hf.gradient_checkpointing_disable)()
@@ -131,9 +133,14 @@ class Stage(nn.Module, ABC):
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         self.hf.disable_input_require_grads()  # else backward would go through all frozen layers, to embeddings
-        names = self.layer_names
-        for name in names[:num_still] + names[num_still + num_layers :]:
+        names, end = self.layer_names, num_still + num_layers
+        for name in names[:num_still] + names[end:]:
             self.hf.get_submodule(name).gradient_checkpointing = False
+        for name in names[end - num_attention_kept : end]:
+            layer = self.hf.get_submodule(name)
+            layer._gradient_checkpointing_func = partial(
+                layer._gradient_checkpointing_func, context_fn=keeping_attention
+            )
 
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         return self.hf.state_dict()

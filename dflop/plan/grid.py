@@ -33,6 +33,8 @@ class Grid:
     # `layers`. A stage recomputes its first layers: when backward reaches them, the memory of the others is free. See
     # `Plan` for what an empty tuple means.
     recomputed: tuple[int, ...] = ()
+    # Of these, how many are recomputed but for attention, one number a stage: its last ones. The LLM alone has it.
+    attention_kept: tuple[int, ...] = ()
     # What replicas divide among them: a name in the table `SHARDINGS`.
     sharding: str = PLAIN_SHARDING
     # For `hybrid` only: the number of replicas, those of one node, that divide a copy of the parameters among them.
@@ -52,10 +54,23 @@ class Grid:
             raise UserError(f"{self.module}: layers {list(self.layers)}; every pipeline stage needs at least one")
         if any(count < 0 for count in self.recomputed):
             raise UserError(f"{self.module}: recomputed {list(self.recomputed)}; a stage recomputes 0 layers or more")
+        if self.attention_kept:
+            self._check_attention_kept()
         if self.sharding not in SHARDINGS:
             raise UserError(f"{self.module}: sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}")
         SHARDINGS[self.sharding].check(self)
         self._check_cp()
+
+    def _check_attention_kept(self) -> None:
+        kept = f"{self.module}: attention_kept is {list(self.attention_kept)}"
+        if self.module != "llm":
+            raise UserError(f"{kept}; only the LLM's layers are recomputed but for attention: leave it out")
+        both = zip(self.attention_kept, self.recomputed, strict=False)
+        if len(self.attention_kept) != len(self.recomputed) or any(not 0 <= own <= most for own, most in both):
+            raise UserError(
+                f"{kept}, and recomputed {list(self.recomputed)}; attention is kept in none to all of the layers that "
+                "a stage recomputes: give both, one number a stage"
+            )
 
     def _check_cp(self) -> None:
         if self.cp < 1 or self.cp & (self.cp - 1) or self.dp % self.cp:

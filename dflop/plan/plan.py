@@ -133,6 +133,10 @@ class Plan:
                 )
         return given or tuple(layers)
 
+    def attention_kept_of(self, module: str) -> tuple[int, ...]:
+        """How many of the layers that each of a module's stages recomputes are recomputed but for attention."""
+        return self.grid(module).attention_kept or (0,) * self.num_stages(module)
+
     def to_dict(self) -> dict[str, Any]:
         """The section `plan` of `plan.yaml`; `plan_from_dict` reads it."""
         return {
@@ -146,6 +150,7 @@ class Plan:
                     "rank_offset": grid.rank_offset,
                     "layers": list(grid.layers) or None,
                     "recomputed": list(grid.recomputed) or None,
+                    "attention_kept": list(grid.attention_kept) or None,
                     "sharding": grid.sharding,
                     "shards": grid.shards,
                     "cp": grid.cp,
@@ -170,7 +175,12 @@ class Plan:
             for grid in self.grids
         )
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        some = ", ".join(f"{grid.module} {_joined(grid.recomputed)}" for grid in self.grids if grid.recomputed)
+        some = ", ".join(
+            f"{grid.module} {_joined(grid.recomputed)}"
+            + (f", {_joined(grid.attention_kept)} of them but for attention" if grid.attention_kept else "")
+            for grid in self.grids
+            if grid.recomputed
+        )
         checkpointing = ", checkpointing" + (f" (layers {some})" if some else "")
         checkpointing = checkpointing if self.checkpointing else ""
         microbatches = f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''}"

@@ -25,7 +25,10 @@ _MOST_RANKS = 1_000_000
 _MOST_MICROBATCHES = 65_536
 _MOST_LAYERS = 10_000
 _PLAN_FIELDS = ("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks")
-_GRID_FIELDS = ("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "recomputed", "sharding", "shards", "cp")
+_GRID_FIELDS = (
+    *("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "recomputed", "attention_kept"),
+    *("sharding", "shards", "cp"),
+)
 
 
 class _Predicted(TypedDict):
@@ -72,7 +75,7 @@ _SECTIONS = TypeAdapter(_Sections)
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
     """The plan that `Plan.to_dict` gave. `num_chunks` may be missing, and so may a grid's `dp`, `layers`, `recomputed`,
-    `sharding`, `shards` and `cp`, as in older files.
+    `attention_kept`, `sharding`, `shards` and `cp`, as in older files.
 
     Raises:
         UserError: naming a field that is missing, unknown or of the wrong kind, or a `dp` that does not follow from the
@@ -160,6 +163,7 @@ def _grid(module: str, values: Any) -> Grid:
         rank_offset=_whole(fields, where, "rank_offset", 0, _MOST_RANKS),
         layers=_counts(fields, where, "layers", 1),
         recomputed=_counts(fields, where, "recomputed", 0),
+        attention_kept=_counts(fields, where, "attention_kept", 0),
         sharding=_choice({"sharding": PLAIN_SHARDING} | fields, where, "sharding", SHARDINGS),
         shards=None if fields.get("shards") is None else _whole(fields, where, "shards", 1, _MOST_RANKS),
         cp=_whole({"cp": 1} | fields, where, "cp", 1, _MOST_RANKS),

@@ -35,6 +35,7 @@ SHARED, SHARED_TWICE, SHARED_PIPELINE = (
     {"num_ranks": 4, "tp": 2, "pp": 2},
 )
 TWO_TOGETHER = {"num_ranks": 2, "cp": 2}
+BUT_FOR_ATTENTION = {"recomputed": (2, 1), "attention_kept": (1, 1)}
 SPLIT_UNEVENLY = {"num_ranks": 2, "pp": 2, "layers": (3, 1)}
 PLANS = {
     "disjoint 1+1": disjoint(ONE, ONE),
@@ -49,7 +50,7 @@ PLANS = {
     "encoder pp 2, LLM pp 3": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4),
     "interleaved": disjoint(
         {"num_ranks": 1, "recomputed": (0,)},
-        PIPELINE | {"recomputed": (1, 1, 0, 1)},
+        PIPELINE | {"recomputed": (1, 1, 0, 1), "attention_kept": (0, 1, 0, 1)},
         num_microbatches=4,
         schedule="interleaved_1f1b",
         num_chunks=2,
@@ -57,7 +58,7 @@ PLANS = {
     ),
     "colocated 1": shared("colocated", ONE),
     "colocated 2": shared("colocated", TWO),
-    "colocated pp 2": shared("colocated", PIPELINE | {"recomputed": (2, 1)}, checkpointing=True),
+    "colocated pp 2": shared("colocated", PIPELINE | BUT_FOR_ATTENTION, checkpointing=True),
     "colocated pp 2 dp 2": shared("colocated", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
     "colocated interleaved": shared(
         "colocated", PIPELINE, num_microbatches=4, schedule="interleaved_1f1b", num_chunks=2
@@ -71,17 +72,29 @@ PLANS = {
     "monolithic pp 2": shared("monolithic", PIPELINE),
     "monolithic pp 2 dp 2": shared("monolithic", {"num_ranks": 4, "pp": 2}, num_microbatches=2),
     "samples over 2": disjoint(ONE, TWO_TOGETHER, num_microbatches=2),
-    "samples over 4": disjoint({"num_ranks": 2}, {"num_ranks": 4, "cp": 4}, num_microbatches=2, checkpointing=True),
+    "samples over 4": disjoint(
+        {"num_ranks": 2, "recomputed": (4,)},
+        {"num_ranks": 4, "cp": 4, "recomputed": (4,), "attention_kept": (2,)},
+        num_microbatches=2,
+        checkpointing=True,
+    ),
     "samples over 2, LLM pp 2": disjoint(ONE, {"num_ranks": 4, "pp": 2, "cp": 2}, num_microbatches=2),
     "samples over 2, LLM tp 2": disjoint(ONE, {"num_ranks": 4, "tp": 2, "cp": 2}, num_microbatches=2),
-    "samples over 2, colocated pp 2": shared("colocated", {"num_ranks": 4, "pp": 2, "cp": 2}, num_microbatches=2),
+    "samples over 2, colocated pp 2": shared(
+        "colocated",
+        {"num_ranks": 4, "pp": 2, "cp": 2} | BUT_FOR_ATTENTION,
+        num_microbatches=2,
+        checkpointing=True,
+    ),
     "samples over 2, monolithic": shared("monolithic", TWO_TOGETHER, num_microbatches=2),
     "samples over 4, parameters": sharding(
         shared("colocated", {"num_ranks": 4, "cp": 4}, num_microbatches=1, checkpointing=True), *["parameters"] * 2
     ),
     "disjoint 1+2, LLM tp 2": disjoint(ONE, SHARED),
     "disjoint 2+1, encoder tp 2": disjoint(SHARED, ONE),
-    "disjoint 2+2, both tp 2, checkpointing": disjoint(SHARED, SHARED, checkpointing=True),
+    "disjoint 2+2, both tp 2, checkpointing": disjoint(
+        SHARED | {"recomputed": (4,)}, SHARED | {"recomputed": (4,), "attention_kept": (2,)}, checkpointing=True
+    ),
     "disjoint 1+4, LLM tp 2 pp 2": disjoint(ONE, SHARED_PIPELINE, num_microbatches=4),
     "colocated LLM tp 2": shared("colocated", SHARED),
     "colocated encoder tp 2": shared("colocated", TWO, encoder_tp=2),
@@ -102,7 +115,7 @@ PLANS |= {
         shared("monolithic", {"num_ranks": 4, "pp": 2}, 2), "parameters", "optimizer"
     ),
     "parameters of the LLM": sharding(
-        disjoint(ONE, TWO | {"recomputed": (3,)}, checkpointing=True), "optimizer", "parameters"
+        disjoint(ONE, TWO | {"recomputed": (3,), "attention_kept": (2,)}, checkpointing=True), "optimizer", "parameters"
     ),
     "parameters 2x2": sharding(shared("monolithic", {"num_ranks": 4}, 2), "parameters", "hybrid"),
     "parameters 2x2 of both": sharding(shared("colocated", {"num_ranks": 4}, 2), "hybrid", "hybrid"),

@@ -87,21 +87,25 @@ def passed(stage: Stage, size: Sequence[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("module", "num_recomputed", "sizes"),
+    ("module", "settings", "sizes"),
     [
-        # Where one of two layers is recomputed, the other is not.
-        pytest.param("llm", 0, [[30, 11], [9, 50, 3], [64]], marks=pytest.mark.exhaustive),
-        ("llm", 1, [[30, 11], [9, 50, 3], [64]]),
+        pytest.param("llm", {}, [[30, 11], [9, 50, 3], [64]], marks=pytest.mark.exhaustive),
+        # One layer is recomputed, one but for attention, and one is not.
+        (
+            "llm",
+            {"num_layers": 3, "num_recomputed": 2, "num_attention_kept": 1},
+            [[30, 11], [9, 50, 3], [64]],
+        ),
         pytest.param(
-            *("vision", 0, [[2, 1], [5], [1, 1, 2]]),
+            *("vision", {}, [[2, 1], [5], [1, 1, 2]]),
             marks=pytest.mark.skipif(
                 torch.__version__ < (2, 12), reason="torch 2.11 compiles no attention of fp64 for CPUs"
             ),
         ),
     ],
 )
-def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, num_recomputed, sizes):
-    eager, compiled = (build(module, num_recomputed=num_recomputed) for _ in range(2))
+def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(module, settings, sizes):
+    eager, compiled = (build(module, **settings) for _ in range(2))
     torch._dynamo.utils.counters.clear()
     compile_layers(compiled)
     num_graphs = []

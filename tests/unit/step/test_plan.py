@@ -107,6 +107,11 @@ def test_a_field_that_a_hand_got_wrong_is_named_with_what_would_be_right(tmp_pat
             {"recomputed": [1, 0]},
             r"llm: recomputed is \[1, 0\], but the plan has no checkpointing; use checkpointing: true, or leave",
         ),
+        (
+            {"recomputed": [2, 1], "attention_kept": [1, 2]},
+            r"llm: attention_kept is \[1, 2\], and recomputed \[2, 1\]; attention is kept in none to all of the layers",
+        ),
+        ({"attention_kept": [1, 1]}, r"llm: attention_kept is \[1, 1\], and recomputed \[\]; .* give both, one number"),
         ({"num_ranks": 10**12}, "`plan.grids.llm.num_ranks` is 1000000000000; it must be .* to 1000000"),
     ],
 )
@@ -126,6 +131,18 @@ def test_some_layers_of_each_stage_are_recomputed_all_or_none():
     assert plan.recomputed_of("llm", 5) == (3, 1)
     assert str(plan).endswith(", checkpointing (layers vision 0, llm 3+1)")
     assert plan_from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict()))) == plan
+
+
+def test_some_of_the_recomputed_layers_are_so_but_for_attention():
+    values = make_plan(llm_pp=2, checkpointing=True).to_dict()
+    values["grids"]["llm"] |= {"recomputed": [3, 1], "attention_kept": [2, 0]}
+    plan = plan_from_dict(values)
+    assert (plan.recomputed_of("llm", 5), plan.attention_kept_of("llm")) == ((3, 1), (2, 0))
+    assert str(plan).endswith(", checkpointing (layers vision 0, llm 3+1, 2+0 of them but for attention)")
+    assert plan_from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict()))) == plan
+    values["grids"]["vision"] |= {"recomputed": [1], "attention_kept": [1]}
+    with pytest.raises(UserError, match=r"vision: attention_kept is \[1\]; only the LLM's layers"):
+        plan_from_dict(values)
 
 
 def test_a_grid_recomputes_nothing_where_it_leaves_to_another_to_say_how_much():
