@@ -56,7 +56,13 @@ def made_up_costs() -> CostModel:
             (module, LayoutKey(), part): size
             for part, size in (("stage", 0.0), ("layer", 5e5), ("first", 1e5), ("last", 2e5))
         }
-    return CostModel(times=times, activations=activations, transients=transients, parameter_bytes=parameter_bytes)
+    return CostModel(
+        times=times,
+        activations=activations,
+        transients=transients,
+        parameter_bytes=parameter_bytes,
+        attention_bytes={("llm", LayoutKey()): 600.0},
+    )
 
 
 def write_made_up_costs(
@@ -145,6 +151,7 @@ def measure_as(
                 ]
     parameters = [
         {"module": module, "tp": layout.tp, "part": part, "parameter_bytes": size, "targets_at_once": math.inf}
+        | {"attention_bytes": model.attention_bytes.get((module, layout))}
         for (module, layout, part), size in model.parameter_bytes.items()
         if module in modules and part != "stage"
     ]

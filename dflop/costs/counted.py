@@ -31,6 +31,9 @@ from dflop.plan.trained import EVERYTHING, TrainedSet
 
 __all__ = ["CountedRun", "CountedStage", "counting"]
 
+# For what grows in proportion to them.
+_NUM_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class CountedRun:
@@ -100,17 +103,19 @@ class CountedStage:
         self.stage.train_those(partial(self._trained.is_measured_as_trained, module)).train()
         compute_in(self.stage, dtype)
         self._fuser = Fuser()
-        if is_compiled:
-            config = RECOMPUTES_POINTWISE if recomputes_pointwise else {}
-            replace_forwards(self.stage, partial(self._fuser, config=config), self._fuser)
         self.runs = MadeUpRuns(spec, module, self.stage, dtype)
         self.runs.receive = self._receive
         self._meter: Meter | None = None
+        # Eager layers and compiled ones, whose attention is not compiled, keep the same of it.
+        self._attention_bytes = self._bytes_of_attention() if module == "llm" else None
+        if is_compiled:
+            config = RECOMPUTES_POINTWISE if recomputes_pointwise else {}
+            replace_forwards(self.stage, partial(self._fuser, config=config), self._fuser)
 
-    def run(self, point: Point) -> CountedRun:
-        """One forward and backward of a point."""
-        self.stage.layers = range(point.num_layers)
-        self.stage.set_recomputed(point.num_layers if point.checkpointing else 0)
+    def run(self, point: Point, *, keeps_attention: bool = False) -> CountedRun:
+        """One forward and backward of a point; with `keeps_attention`, layers are recomputed but for attention."""
+        self.stage.layers, again = range(point.num_layers), point.num_layers if point.checkpointing else 0
+        self.stage.set_recomputed(again, num_attention_kept=again if keeps_attention else 0)
         for parameter in self.stage.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=held_in(parameter.dtype))
@@ -150,4 +155,10 @@ class CountedStage:
 
     def parameter_sizes(self, passing: tuple[float | None, float | None] = (None, None)) -> pl.DataFrame:
         """As `Bench.parameter_sizes`."""
-        return parameter_sizes(self.stage, self.module, self.tp, self._trained, passing)
+        return parameter_sizes(self.stage, self.module, self.tp, self._trained, passing, self._attention_bytes)
+
+    def _bytes_of_attention(self) -> float:
+        """Bytes a token that a layer keeps more of where it is recomputed but for attention."""
+        point = Point("layers", 1, True, segments=(_NUM_TOKENS,), num_targets=1)
+        with_attention, whole = (self.run(point, keeps_attention=keeps).saved_bytes for keeps in (True, False))
+        return (with_attention - whole) / _NUM_TOKENS

@@ -152,6 +152,11 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         for row in parameters.iter_rows(named=True)
         if row.get("passing_backward") is not None
     }
+    attention_bytes = {
+        (row["module"], LayoutKey.of_row(row)): row["attention_bytes"]
+        for row in parameters.iter_rows(named=True)
+        if row.get("attention_bytes") is not None
+    }
     nothing_of_stages = {(module, layout, "stage"): 0.0 for module, layout, _ in ranges}
     return CostModel(
         times=times,
@@ -160,6 +165,7 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         parameter_bytes=sizes | nothing_of_stages,
         partial_bytes=partial | nothing_of_stages,
         passing=passing,
+        attention_bytes=attention_bytes,
         ranges=ranges,
         source=source,
     )
@@ -245,6 +251,7 @@ def fit_costs(
         | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
         | {"adapter_bytes": model.partial_bytes.get(key[:3], 0.0)}
         | dict(zip(("passing_backward", "passing_kept"), model.passing.get(key[:2], (None, None)), strict=True))
+        | {"attention_bytes": model.attention_bytes.get(key[:2])}
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
         for key, fit in fits.items()
     ]
@@ -260,7 +267,7 @@ def fit_costs(
         "memory_model": pl.DataFrame(
             memory,
             schema_overrides=dict.fromkeys(("hinge_at", "hinge_bytes"), _NUMBERS)
-            | dict.fromkeys(("passing_backward", "passing_kept"), pl.Float64),
+            | dict.fromkeys(("passing_backward", "passing_kept", "attention_bytes"), pl.Float64),
         ),
         "load_range": pl.DataFrame(ranges),
         "fit_error": pl.concat(

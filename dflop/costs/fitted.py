@@ -54,6 +54,9 @@ class FittedCosts:
     # Of a frozen layer that passes gradients on between trained ones, by (module, layout): its backward and what it
     # keeps, as shares of those of a trained layer, found at one size. Without them it counts as a trained one.
     passing: dict[tuple[str, LayoutKey], tuple[float, float]] = field(default_factory=dict)
+    # Bytes a token that a layer keeps more of where it is recomputed but for attention, by (module, layout). Without
+    # them it counts as recomputed as a whole.
+    attention_bytes: dict[tuple[str, LayoutKey], float] = field(default_factory=dict)
     # By (module, layout, checkpointing).
     ranges: dict[tuple[str, LayoutKey, bool], LoadRange] = field(default_factory=dict)
     # Bytes that a process holds beside its tensors, and bytes that its allocator reserves without using them, as a
@@ -103,6 +106,9 @@ class FittedCosts:
                 _key(row)[:2]: (row["passing_backward"], row["passing_kept"])
                 for row in memory
                 if row.get("passing_backward") is not None
+            },
+            attention_bytes={
+                _key(row)[:2]: row["attention_bytes"] for row in memory if row.get("attention_bytes") is not None
             },
             ranges=ranges,
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),

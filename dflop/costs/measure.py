@@ -133,19 +133,29 @@ class Bench:
         ]
 
     def parameter_sizes(self, bounds: LoadBounds | None = None) -> pl.DataFrame:
-        """The parameters' bytes of each part (`parameter_sizes.py`). Where frozen layers lie among trained ones, what
-        they take is measured, on a microbatch in the middle of the bounds."""
-        passing = self._passing_shares(bounds or LoadBounds()) if self._set.ways(self.module).has_passing else None
-        return parameter_sizes(self.stage, self.module, self.tp, self._set, passing or (None, None))
-
-    def _passing_shares(self, bounds: LoadBounds) -> tuple[float, float]:
-        """Of layers that pass gradients on: their backward and what they keep, as shares of trained layers'."""
-        is_llm = self.module == "llm"
+        """The parameters' bytes of each part (`parameter_sizes.py`). What an LLM's attention keeps is measured on a
+        microbatch in the middle of the bounds, and so is what frozen layers among trained ones take."""
+        bounds, is_llm = bounds or LoadBounds(), self.module == "llm"
         tokens = min(int(math.sqrt(math.prod(bounds.num_tokens))), bounds.segment_tokens[1])
         sizes = {"segments": (tokens,)} if is_llm else {"num_items": int(math.sqrt(math.prod(bounds.num_items)))}
+        point = Point("layers", self.depth, False, **sizes)
+        passing = self._passing_shares(point) if self._set.ways(self.module).has_passing else (None, None)
+        attention_bytes = self._attention_bytes(point) if is_llm else None
+        return parameter_sizes(self.stage, self.module, self.tp, self._set, passing, attention_bytes)
+
+    def _attention_bytes(self, point: Point) -> float:
+        """Bytes a token that a layer keeps more of where it is recomputed but for attention."""
+        kept_bytes, run = [], self._runs.make(point)
         self.stage.layers = range(self.depth)
-        self.stage.set_recomputed(0)
-        run = self._runs.make(Point("layers", self.depth, False, **sizes))
+        for num_attention_kept in (self.depth, 0):
+            self.stage.set_recomputed(self.depth, num_attention_kept=num_attention_kept)
+            kept_bytes.append(self._bytes(run)[0])
+        return max(0, kept_bytes[0] - kept_bytes[1]) / (self.depth * point.num_tokens)
+
+    def _passing_shares(self, point: Point) -> tuple[float, float]:
+        """Of layers that pass gradients on: their backward and what they keep, as shares of trained layers'."""
+        self._carry(point)
+        run = self._runs.make(point)
         kept_bytes, backward_s = ([], []), ([], [])
         for _ in range(_MOST_RUNS):
             for place, context in enumerate((nullcontext, self.stage.layers_passing)):

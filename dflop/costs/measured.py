@@ -18,7 +18,10 @@ POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 _SUFFIXES = (".parquet", ".parameters.parquet", ".device.parquet")
 _COLUMNS = (
     (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
-    ("module", "tp", "part", "parameter_bytes", "adapter_bytes", "targets_at_once", "passing_backward", "passing_kept"),
+    (
+        *("module", "tp", "part", "parameter_bytes", "adapter_bytes", "targets_at_once"),
+        *("passing_backward", "passing_kept", "attention_bytes"),
+    ),
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
         *("is_frozen", "adapters", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds"),
@@ -31,7 +34,7 @@ _ADDED = {
     "sm_mhz_before": pl.Float64,
     "sm_mhz_after": pl.Float64,
     "adapters": pl.String,
-    **dict.fromkeys(("adapter_bytes", "passing_backward", "passing_kept"), pl.Float64),
+    **dict.fromkeys(("adapter_bytes", "passing_backward", "passing_kept", "attention_bytes"), pl.Float64),
 }
 
 

@@ -14,12 +14,13 @@ from dflop.costs.fitted import FittedCosts
 from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, counts_of
 from dflop.costs.stage_memory import StageMemory, memories_of_kinds, memory_of_parts
-from dflop.models.loads import Coefficients, Loads, coefficients
+from dflop.models.loads import FEATURES, Coefficients, Loads, coefficients
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import WHOLE
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
+_ITEMS, _OF_ATTENTION = FEATURES.index("num_items"), [FEATURES.index(name) for name in ("num_items", "sum_sq_tokens")]
 # Where replicas share no parameters.
 NO_WORKING_BYTES = dict.fromkeys(PARTS, 0.0)
 
@@ -88,6 +89,10 @@ class CostModel(FittedCosts):
             share, _ = self.passing.get((module, layout), (1.0, 1.0))
             backward["passing_layer"] = share * backward["layer"]
             backward["recomputed_passing_layer"] = forward["layer"] + backward["passing_layer"]
+            if (module, layout) in self.attention_bytes:
+                for passing in ("", "passing_"):
+                    again = backward[f"recomputed_{passing}layer"]
+                    backward[f"attention_kept_{passing}layer"] = again + -1.0 * _attention(forward["layer"], again)
             self._parts[module, layout] = forward, backward
         return self._parts[module, layout]
 
@@ -185,7 +190,20 @@ class CostModel(FittedCosts):
         _, share = self.passing.get((module, layout), (1.0, 1.0))
         kept["passing_layer"] = share * kept["layer"]
         on_top = {part: self.transients[key].raised_by(working_bytes[as_tabled(part)[0]]) for part, key in keys.items()}
+        if attention_bytes := self.attention_bytes.get((module, layout)):
+            own = coefficients(num_tokens=attention_bytes)
+            others = coefficients(num_items=kept["layer"].per_load[_ITEMS])  # keys and values of other replicas
+            for part in ("attention_kept_layer", "attention_kept_passing_layer"):
+                kept[part] = kept[part] + own + others
+                on_top[part] = on_top[part] + -1.0 * own  # which a recomputed layer makes again
         return kept, on_top
+
+
+def _attention(forward: Coefficients, most: Coefficients) -> Coefficients:
+    """Of an LLM layer's forward the seconds that grow with squared lengths, which are attention's, and with keys and
+    values of other replicas; at most those of `most`."""
+    least = (min(own, its) for own, its in zip(forward.per_load, most.per_load, strict=True))
+    return Coefficients(0.0, tuple(own * (place in _OF_ATTENTION) for place, own in enumerate(least)))
 
 
 def _about(kinds: Sequence[StageKind]) -> tuple[str, LayoutKey]:

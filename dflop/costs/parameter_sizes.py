@@ -10,16 +10,23 @@ from dflop.plan.trained import TrainedSet
 
 __all__ = ["parameter_sizes"]
 
+_COLUMNS = ("passing_backward", "passing_kept", "attention_bytes")
+
 
 def parameter_sizes(
-    stage: Stage, module: str, tp: int, trained: TrainedSet, passing: tuple[float | None, float | None]
+    stage: Stage,
+    module: str,
+    tp: int,
+    trained: TrainedSet,
+    passing: tuple[float | None, float | None],
+    attention_bytes: float | None,
 ) -> pl.DataFrame:
     """fp32 bytes of the parameters of a layer, the first and the last part on one of `tp` ranks, one row each.
 
     `adapter_bytes` are those that are trained among them, if the part is trained in part: those of adapters, or those
     that a pattern names. `targets_at_once` is the number of targets for which the head holds logits at a time (infinite
     for other parts). `passing` are the shares of a trained layer's backward, and of what it keeps, that a frozen layer
-    takes which passes gradients on.
+    takes which passes gradients on. `attention_bytes` are those a token of what a layer's attention reads and makes.
     """
     sizes = dict.fromkeys(("layer", "first", "last"), 0.0)
     in_part = dict(sizes)
@@ -37,8 +44,8 @@ def parameter_sizes(
         [
             about
             | {"part": part, "parameter_bytes": size, "adapter_bytes": in_part[part], "targets_at_once": at_once[part]}
-            | dict(zip(("passing_backward", "passing_kept"), passing, strict=True))
+            | dict(zip(_COLUMNS, (*passing, attention_bytes), strict=True))
             for part, size in sizes.items()
         ],
-        schema_overrides=dict.fromkeys(("passing_backward", "passing_kept"), pl.Float64),
+        schema_overrides=dict.fromkeys(_COLUMNS, pl.Float64),
     )

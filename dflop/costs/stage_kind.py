@@ -2,12 +2,13 @@
 
 A stage is made of parts: the part `stage` that every stage has (rotary positions, its output); its layers, each a part
 `layer`; where it begins the module, `first` (embedding; patches and positions); and where it ends the module, `last`
-(norm, head and loss; projector and token layout). Recomputed layers are parts of another kind (`recomputed_layer`), and
-a stage that has any has the part `recomputing_stage` in place of `stage`. In backward, frozen layers among trained ones
-are `passing_layer` or `recomputed_passing_layer`. The costs of a stage (seconds, bytes, forms
-of the loads) are the sums of those of its parts.
+(norm, head and loss; projector and token layout). Recomputed layers are parts of another kind (`recomputed_layer`, or
+`attention_kept_layer` where they are recomputed but for attention), and a stage that has any has the part
+`recomputing_stage` in place of `stage`. In backward, frozen layers among trained ones are such parts with `passing_` in
+their names. The costs of a stage (seconds, bytes, forms of the loads) are the sums of those of its parts.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -25,13 +26,16 @@ T = TypeVar("T")
 
 _ALL_WHOLE = StageWays()
 
-# `PARTS` are the names in the cost tables. For recomputing parts, the tables have a column instead, and of the layer
-# that passes gradients on they have the shares of a trained layer's costs.
+# `PARTS` are the names in the cost tables. For recomputing parts, the tables have a column instead; of the layer that
+# passes gradients on they have the shares of a trained layer's costs, and of one that keeps attention's results what
+# these take.
 _OTHERS = {
     "recomputing_stage": ("stage", True),
     "recomputed_layer": ("layer", True),
+    "attention_kept_layer": ("layer", True),
     "passing_layer": ("layer", False),
     "recomputed_passing_layer": ("layer", True),
+    "attention_kept_passing_layer": ("layer", True),
 }
 ALL_PARTS = (*PARTS, *_OTHERS)
 # The parts of stages that recompute nothing.
@@ -43,7 +47,8 @@ class StageKind:
     """`num_layers` layers of a module, each divided as `layout` says, with embedding (`is_first`), head (`is_last`).
 
     Of the layers with a backward, the first `num_recomputed` keep only their inputs, and recompute their activations in
-    backward. `ways` says which parts have a backward, and which have gradients of weights.
+    backward; the last `num_attention_kept` of these keep what attention reads and makes as well. `ways` says which
+    parts have a backward, and which have gradients of weights.
     """
 
     module: str
@@ -52,6 +57,7 @@ class StageKind:
     is_first: bool
     is_last: bool
     num_recomputed: int = 0
+    num_attention_kept: int = 0
     ways: StageWays = _ALL_WHOLE
 
     @classmethod
@@ -62,15 +68,17 @@ class StageKind:
         num_layers: int,
         *,
         num_recomputed: int = 0,
+        num_attention_kept: int = 0,
         trained: TrainedSet = EVERYTHING,
     ) -> "StageKind":
         """A module that is one stage."""
-        return stage_kinds(module, layout, [num_layers], [num_recomputed], trained)[0]
+        return stage_kinds(module, layout, [num_layers], [num_recomputed], trained, [num_attention_kept])[0]
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Each of `ALL_PARTS` that the stage has, and how often."""
-        return _parts(self.num_layers, self.num_recomputed, self.is_first, self.is_last)
+        counts = self.num_layers, self.num_recomputed, self.num_attention_kept
+        return _parts(*counts, self.is_first, self.is_last)
 
     @property
     def parts_with_backward(self) -> tuple[tuple[str, int], ...]:
@@ -78,20 +86,18 @@ class StageKind:
         ways = self.ways
         if not (ways.num_still or ways.still or ways.passing):
             return self.parts
-        again = sum(place < self.num_recomputed for place in ways.passing)
-        counts = dict(self.parts) | {"passing_layer": len(ways.passing) - again, "recomputed_passing_layer": again}
-        counts["layer"] = self.num_layers - self.num_recomputed - ways.num_still - counts["passing_layer"]
-        counts["recomputed_layer"] = self.num_recomputed - again
-        present = ((part, counts.get(part, 0)) for part in ALL_PARTS if as_tabled(part)[0] not in ways.still)
-        return tuple((part, count) for part, count in present if count)
+        counts = {part: count for part, count in self.parts if as_tabled(part)[0] not in ("layer", *ways.still)}
+        counts |= Counter(self.layers_with_backward)
+        return tuple((part, counts[part]) for part in ALL_PARTS if part in counts)
 
     @property
     def layers_with_backward(self) -> list[str]:
         """The layers that have a backward, in the order of a forward, as names of their parts in backward."""
         names = []
         for place in range(self.num_layers - self.ways.num_still):
+            how = "attention_kept_" if place >= self.num_recomputed - self.num_attention_kept else "recomputed_"
             passes = "passing_" * (place in self.ways.passing)
-            names.append(f"{'recomputed_' * (place < self.num_recomputed)}{passes}layer")
+            names.append(f"{how * (place < self.num_recomputed)}{passes}layer")
         return names
 
     @property
@@ -125,9 +131,12 @@ def counts_of(kinds: tuple[StageKind, ...]) -> np.ndarray:
 
 
 @lru_cache(maxsize=1024)
-def _parts(num_layers: int, num_recomputed: int, is_first: bool, is_last: bool) -> tuple[tuple[str, int], ...]:
+def _parts(
+    num_layers: int, num_recomputed: int, num_attention_kept: int, is_first: bool, is_last: bool
+) -> tuple[tuple[str, int], ...]:
     recomputes = int(num_recomputed > 0)
-    counts = 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last), recomputes, num_recomputed
+    counts = 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last)
+    counts += recomputes, num_recomputed - num_attention_kept, num_attention_kept
     return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=False) if count)
 
 
@@ -143,17 +152,20 @@ def stage_kinds(
     layers: Sequence[int],
     recomputed: Sequence[int] = (),
     trained: TrainedSet = EVERYTHING,
+    attention_kept: Sequence[int] = (),
 ) -> list[StageKind]:
     """The kinds of a module's stages, in order, from the number of layers in each stage.
 
-    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default. Layers without a
-    backward do not count.
+    `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default; `attention_kept`
+    how many of these it recomputes but for attention. Layers without a backward do not count.
     """
     recomputed = recomputed or (0,) * len(layers)
+    attention_kept = attention_kept or (0,) * len(layers)
     ways, kinds, start = trained.ways(module, sum(layers)), [], 0
-    for stage, (count, num_recomputed) in enumerate(zip(layers, recomputed, strict=True)):
+    for stage, (count, num_recomputed, num_kept) in enumerate(zip(layers, recomputed, attention_kept, strict=True)):
         within = ways.within(range(start, start + count))
         start += count
+        again = min(num_recomputed, count - within.num_still)
         kinds.append(
             StageKind(
                 module=module,
@@ -161,7 +173,8 @@ def stage_kinds(
                 num_layers=count,
                 is_first=stage == 0,
                 is_last=stage == len(layers) - 1,
-                num_recomputed=min(num_recomputed, count - within.num_still),
+                num_recomputed=again,
+                num_attention_kept=min(num_kept, again),
                 ways=within,
             )
         )

@@ -14,6 +14,11 @@ from dflop.models.loads import Coefficients
 __all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "resident_parts"]
 
 
+# By part: the kinds of layers behind it in a stage.
+_BEHIND = {"attention_kept_layer": ("passing_layer", "layer")}
+_BEHIND["recomputed_layer"] = ("attention_kept_passing_layer", "attention_kept_layer", *_BEHIND["attention_kept_layer"])
+
+
 class StageMemory(NamedTuple):
     """Bytes of one stage on one rank, for each microbatch: `activation_bytes` while the microbatch is in flight, and
     `transient_bytes` on top of them while it is computed."""
@@ -85,13 +90,14 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
     """How many units of another part have free activations when backward reaches a part, by (part, other part)."""
     counts, freed = dict(kind.parts_with_backward), {}
     for part in counts:
+        # A stage's first layers are the recomputed ones, behind them come those recomputed but for attention: when
+        # backward reaches either, the activations of the layers behind them are free.
+        for other in _BEHIND.get(part, ()):
+            if other in counts:
+                freed[part, other] = counts[other]
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1
-        if part == "recomputed_layer":
-            # A stage's first layers are the recomputed ones: when backward reaches them, the others' activations are
-            # free.
-            freed |= {(part, kept): counts[kept] for kept in ("layer", "passing_layer") if kept in counts}
     return freed
 
 

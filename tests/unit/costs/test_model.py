@@ -73,7 +73,9 @@ def test_the_load_below_which_a_layer_takes_the_same_time_is_where_its_constant_
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_stages_of_several_kinds_cost_what_their_functions_of_the_loads_say(costs, module):
     loads = make_loads(*np.random.default_rng(0).integers(1, 5000, (4, 2, 7)))
-    kinds = list(dict.fromkeys(stage_kinds(module, LayoutKey(), (7, 5, 6, 6, 4), (0, 2, 6, 0, 3))))
+    kept = (0, 1, 6, 0, 2) if module == "llm" else ()
+    kinds = stage_kinds(module, LayoutKey(), (7, 5, 6, 6, 4), (0, 2, 6, 0, 3), attention_kept=kept)
+    kinds = list(dict.fromkeys(kinds))
     working_bytes = {"stage": 3.0, "layer": 1e6, "first": 2e6, "last": 0.0}
     times, memories = costs.stage_times(kinds, loads), costs.stage_memories(kinds, loads, working_bytes)
     for kind, seconds, memory in zip(kinds, times, memories, strict=True):
@@ -198,6 +200,40 @@ def test_layers_are_recomputed_where_those_behind_them_have_given_up_what_they_k
         assert float(some.transient_bytes) == max(of_one, again - (9 - num_recomputed) * kept, 0.0)
 
 
+def test_a_layer_that_is_recomputed_but_for_attention_keeps_that_and_does_not_compute_it_again(costs):
+    loads, a_token = llm_loads(300, 100), costs.attention_bytes["llm", LayoutKey()]
+    some, whole_ones = inner("llm", 9, num_recomputed=5, num_attention_kept=3), inner("llm", 9, num_recomputed=5)
+    (forward_s, backward_s), others_s = costs.stage_time(some, loads), costs.stage_time(whole_ones, loads)
+    assert float(forward_s) == float(others_s[0])
+    assert float(backward_s) == pytest.approx(float(others_s[1]) - 3 * 1e-9 * (300**2 + 100**2))
+    memory, others = costs.stage_memory(some, loads), costs.stage_memory(whole_ones, loads)
+    assert float(memory.activation_bytes) == float(others.activation_bytes) + 3 * 400 * a_token
+    nothing = costs.stage_memory(inner("llm", 9), loads)
+    layer, again = (
+        float(costs.activations["llm", LayoutKey(), "layer", recomputed](loads)) for recomputed in (False, True)
+    )
+    # At the peak the last layer's backward runs, or that of the last layer that is recomputed, as either kind.
+    at_peaks = [
+        nothing.transient_bytes,
+        layer - 400 * a_token - 4 * layer,
+        layer - 4 * layer - 3 * (again + 400 * a_token),
+    ]
+    assert float(memory.transient_bytes) == max(map(float, at_peaks))
+    all_again = costs.stage_memory(inner("llm", 9, num_recomputed=9, num_attention_kept=9), loads)
+    assert float(all_again.transient_bytes) == layer - 400 * a_token
+
+
+def test_a_layer_that_keeps_its_attention_does_not_ask_others_for_keys_and_values_again(costs):
+    loads = make_loads(1000, 300, 300 * 1300, 10)
+    exchanging = costs.exchanging(64.0, 1e-6, 2.0)
+    for num_kept, times in ((0, 2), (1, 1)):
+        kind = inner("llm", 1, num_recomputed=1, num_attention_kept=num_kept)
+        less_s, more_s = (own.stage_time(kind, loads)[1] for own in (costs, exchanging))
+        assert float(more_s - less_s) == pytest.approx(times * 1000 * 64 * 1e-6)
+        less, more = (own.stage_memory(kind, loads).activation_bytes for own in (costs, exchanging))
+        assert float(more - less) == num_kept * 1000 * 64
+
+
 @pytest.mark.parametrize(("module", "loads"), [("llm", llm_loads(100)), ("vision", make_loads(30))])
 def test_layers_use_again_what_the_last_part_has_given_up(costs, module, loads):
     layer, first, last = (
@@ -283,6 +319,9 @@ def test_a_stage_is_charged_for_its_trained_layers_those_that_pass_gradients_on_
         assert in_forward == pytest.approx(4 * forward["layer"] + sum(forward[part] for part in own))
         others_s = sum(backward[part] for part in own if part != "first")
         assert in_backward == pytest.approx(layers_s + others_s)
+    again = dataclasses.replace(second, num_attention_kept=1)
+    less_s = costs.stage_time(second, llm_loads(300, 40))[1] - costs.stage_time(again, llm_loads(300, 40))[1]
+    assert less_s == pytest.approx(1e-9 * (300**2 + 40**2))
     stage_kept = costs.activations["llm", LayoutKey(), "stage", False](llm_loads(300, 40))
     assert costs.stage_memory(first, llm_loads(300, 40)).activation_bytes == pytest.approx(kept + stage_kept)
     layer = costs.parameter_bytes["llm", LayoutKey(), "layer"]
