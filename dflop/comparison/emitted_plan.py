@@ -138,7 +138,7 @@ class EmittedPlans:
 
 
 def _recomputing_all(plan: Plan) -> Plan:
-    grids = tuple(replace(grid, recomputed=()) for grid in plan.grids)
+    grids = tuple(replace(grid, recomputed=(), attention_kept=()) for grid in plan.grids)
     return replace(plan, grids=grids, checkpointing=True)
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from dflop.base import UserError
 from dflop.costs import (
     NO_WORKING_BYTES,
     PARTS,
@@ -83,7 +84,13 @@ class StageCosts:
             num_layers = spec.module(grid.module).num_layers
             layers = [len(part) for part in plan.layers_of(grid.module, num_layers)]
             recomputed = plan.recomputed_of(grid.module, num_layers)
-            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed, trained)
+            kept = plan.attention_kept_of(grid.module)
+            if any(kept) and (grid.module, grid.layout) not in costs.attention_bytes:
+                raise UserError(
+                    f"the plan has `grids.{grid.module}.attention_kept`, and costs do not say what attention keeps: "
+                    "run `dflop profile-costs` and `dflop fit-costs` again, or leave it out"
+                )
+            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed, trained, kept)
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
         # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.

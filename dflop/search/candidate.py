@@ -76,7 +76,7 @@ class PlanPricer:
     def __init__(
         self, plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches, policy: Policy
     ) -> None:
-        self.plan, self._batches = plan, batches
+        self.plan, self._batches, self._costs = plan, batches, costs
         self._policy = policy
         self._assigned: dict[int, _Grouped] = {}
         self._pricer = pricer_of(plan, config, spec, costs)
@@ -88,6 +88,11 @@ class PlanPricer:
         if PLACEMENTS[plan.placement].fills_bubbles:
             other._assigned = {}  # the order of such a plan depends on how much memory is free
         return other
+
+    @property
+    def spares_attention(self) -> bool:
+        """`GroupedBatches.spares_attention` in the plan's layout of the LLM."""
+        return self._batches.spares_attention(self._costs, self.plan.grid("llm").layout)
 
     def memory_bytes(self, batch: int) -> dict[str, float]:
         """The peak bytes of each module's fullest rank."""

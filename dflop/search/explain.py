@@ -45,9 +45,10 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 **{f"{grid.module}_shards": grid.num_shards for grid in plan.grids},
                 "llm_cp": plan.grid("llm").cp,
                 **{f"{grid.module}_recomputed": list(grid.recomputed) or None for grid in plan.grids},
+                "llm_attention_kept": list(plan.grid("llm").attention_kept) or None,
             }
         )
-    lists = [name for name in rows[0] if name == "llm_layers" or name.endswith("_recomputed")]
+    lists = [name for name in rows[0] if name.endswith(("_layers", "_recomputed", "_attention_kept"))]
     return pl.DataFrame(rows, schema_overrides=dict.fromkeys(lists, pl.List(pl.Int64)))
 
 

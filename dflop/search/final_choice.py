@@ -24,7 +24,7 @@ from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult, search_plans
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.recompute import with_recomputed
+from dflop.search.levels import Levels
 from dflop.search.space import is_cp_pinned
 from dflop.shapes import SampleShapes
 
@@ -34,7 +34,7 @@ __all__ = ["with_finalists_scheduled"]
 _NUM_BATCHES = 2
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
-# Of a stage's layers, this part is recomputed in addition where shared samples do not fit.
+# Of a device's layers, this part is recomputed in addition where shared samples do not fit.
 _PARTS = 8
 
 
@@ -76,28 +76,31 @@ def _with_room(
     """The candidate and its scheduled step. If replicas share samples, and its batches do not fit into memory, it gets
     more recomputed layers until they do; the step is infinite where that does not help."""
     about = config, spec, costs
-    step_s, cp, plan = _scheduled_s(candidate, *about, samples), candidate.plan.grid("llm").cp, candidate.plan
+    step_s, plan = _scheduled_s(candidate, *about, samples), candidate.plan
+    cp = plan.grid("llm").cp
     pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    while cp > 1 and not np.isfinite(step_s) and not pinned:
-        plan, before = _recomputing_more(plan, spec), plan
-        if plan == before:
+    if cp == 1 or np.isfinite(step_s) or pinned:
+        return candidate, step_s
+    pricer = PlanPricer(plan, *about, GroupedBatches(*about, samples, cp), LPT)
+    while not np.isfinite(step_s):
+        pricer, before = pricer.recomputing(_recomputing_more(pricer, config, spec)), pricer
+        if pricer.plan == before.plan:
             break
-        batches = GroupedBatches(*about, samples, cp)
-        candidate = PlanPricer(plan, *about, batches, LPT).candidate()
+        candidate = pricer.candidate()
         step_s = _scheduled_s(candidate, *about, samples)
     return candidate, step_s
 
 
-def _recomputing_more(plan: Plan, spec: ModelSpec) -> Plan:
-    """The plan with a part of each stage's layers recomputed in addition to those that are."""
-    counts = {}
-    for grid in plan.grids:
-        num_layers = spec.module(grid.module).num_layers
-        layers = np.array([len(own) for own in plan.layers_of(grid.module, num_layers)])
-        recomputed = np.array(plan.recomputed_of(grid.module, num_layers))
-        more = np.minimum(layers, recomputed + -(-layers // _PARTS))
-        counts[grid.module] = more.reshape(-1, grid.pp).sum(axis=0)
-    return with_recomputed(plan, counts, spec)
+def _recomputing_more(pricer: PlanPricer, config: Config, spec: ModelSpec) -> Plan:
+    """The plan with a part of each device's layers recomputed in addition to those that are."""
+    trained = config.model.trained.among(spec.modules)
+    levels = Levels(pricer.plan, spec, trained, spares_attention=pricer.spares_attention)
+    return levels.plan_at(
+        {
+            module: np.minimum(now - (-levels.most[module] // _PARTS), levels.most[module])
+            for module, now in levels.now.items()
+        }
+    )
 
 
 def _of_llm(plan: Plan) -> Hashable:

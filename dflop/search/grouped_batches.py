@@ -8,7 +8,7 @@ import numpy as np
 
 from dflop.balance import DrawnBatch, Policy
 from dflop.config import Config
-from dflop.costs import PARTS, CostModel, Loads
+from dflop.costs import PARTS, CostModel, Loads, StageKind
 from dflop.models import ModelSpec
 from dflop.plan.layout_key import LayoutKey
 from dflop.schedule import GlobalBatches, loads_of, loads_without_plan, sums_by_cell
@@ -51,6 +51,7 @@ class GroupedBatches:
         self.largest = samples.take(_largest(samples))
         if cp > 1:
             self.largest = divider.divided(self.largest, np.minimum(most_shares(self.largest), cp))
+        self._spares: dict[LayoutKey, bool] = {}
         num_kept = max(1, _MOST_KEPT // num_batches)
         self.drawn = [
             DrawnBatch(loads_without_plan(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)
@@ -71,6 +72,22 @@ class GroupedBatches:
             _, microbatch = self.group(policy, batch, dp, num_microbatches)
             rows.append(sums_by_cell(microbatch, text, num_microbatches) / dp)
         return Loads(*np.stack(rows, axis=1))
+
+    def spares_attention(self, costs: CostModel, layout: LayoutKey) -> bool:
+        """Whether recomputing an LLM layer but for attention frees more bytes a second than recomputing it as a whole;
+        False where there are no costs of it."""
+        if ("llm", layout) not in costs.attention_bytes:
+            return False
+        if layout not in self._spares:
+            loads = Loads(*(np.atleast_1d(sum(map(np.sum, column))) for column in zip(*self._text, strict=True)))
+            kinds = [
+                StageKind(module="llm", layout=layout, num_layers=1, is_first=False, is_last=False, **how)
+                for how in ({}, {"num_recomputed": 1}, {"num_recomputed": 1, "num_attention_kept": 1})
+            ]
+            none_s, whole_s, spared_s = (float(backward_s[0]) for _, backward_s in costs.stage_times(kinds, loads))
+            none, whole, spared = (float(own.activation_bytes[0]) for own in costs.stage_memories(kinds, loads))
+            self._spares[layout] = (none - spared) * (whole_s - none_s) > (none - whole) * (spared_s - none_s)
+        return self._spares[layout]
 
     def mean_part_s(self, costs: CostModel, layout: LayoutKey) -> tuple[float, float, float]:
         """Forward plus backward seconds that the mean sample adds to one LLM layer, the embedding and the head."""

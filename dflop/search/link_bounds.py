@@ -72,17 +72,24 @@ class LeastLinks:
         return tuple(np.array(hidden_sync_shares(self._costs, kind, **how)).T)
 
     def passes(
-        self, module: str, layout: LayoutKey, shards: np.ndarray, num_recomputed: int = 0
+        self,
+        module: str,
+        layout: LayoutKey,
+        shards: np.ndarray,
+        num_recomputed: int = 0,
+        num_attention_kept: int = 0,
     ) -> tuple[ShardedPass, ShardedPass]:
         """Forward and backward where groups of `shards` [num_rows] replicas share a copy of the parameters.
 
-        The first `num_recomputed` layers are recomputed. Seconds of transfers are [num_rows, 1].
+        The first `num_recomputed` layers are recomputed, the last `num_attention_kept` of them but for attention.
+        Seconds of transfers are [num_rows, 1].
         """
         each = [self._least(int(count), layout.num_ranks) for count in shards]
         latency_s, byte_s = np.array(each).reshape(-1, 2, 1).transpose(1, 0, 2)
         sizes = {part: self._costs.parameter_bytes[module, layout, part] for part in PARTS}
         num_layers = self._spec.module(module).num_layers
-        whole = StageKind.whole(module, layout, num_layers, num_recomputed=num_recomputed, trained=self.trained)
+        how = {"num_recomputed": num_recomputed, "num_attention_kept": num_attention_kept}
+        whole = StageKind.whole(module, layout, num_layers, **how, trained=self.trained)
         trained_bytes = self._costs.trained_bytes(whole)
         moving = Moving.over(sizes, latency_s, byte_s, value_bytes=self.value_bytes, trained_bytes=trained_bytes)
         return sharded_passes(whole, moving, is_hidden=self._cluster.hides_transfers)

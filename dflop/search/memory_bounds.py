@@ -22,7 +22,7 @@ from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import loads_of, sums_by_cell
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.recompute import of_stages
+from dflop.search.levels import Recomputed, at_levels, of_stages
 from dflop.search.space import Splits, even_layers, llm_layers
 
 __all__ = ["LeastMemory"]
@@ -60,11 +60,10 @@ class LeastMemory:
         self._stages = lru_cache(maxsize=4096)(self._stage_bytes)
         self._kinds = lru_cache(maxsize=4096)(self._kind_bytes)
 
-    def of_llm(self, row: Mapping[str, Any], recomputed: tuple[int, ...]) -> np.ndarray:
+    def of_llm(self, row: Mapping[str, Any], recomputed: Recomputed) -> np.ndarray:
         """Bytes of the LLM's tensors on each of its pipeline ranks, [num_replicas, pp].
 
-        They are those of the mean replica, then of a few full ones. `recomputed` is the number of recomputed layers in
-        each stage.
+        They are those of the mean replica, then of a few full ones.
         """
         pp, count = row["llm_pp"], row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._spec.module("llm").num_layers)
@@ -82,8 +81,8 @@ class LeastMemory:
         ends: Sequence[np.ndarray],
         *,
         beside_encoders: bool = False,
-    ) -> tuple[int, ...]:
-        """The least number of layers of each LLM stage that have to be recomputed so that a device can hold them.
+    ) -> Recomputed:
+        """What of each LLM stage has to be recomputed at least so that a device can hold it.
 
         With `beside_encoders`, the device also holds encoders that share it, with all their layers recomputed. `ends`
         are the LLM's bytes (`of_llm`) with no layer recomputed and with all of them.
@@ -97,18 +96,31 @@ class LeastMemory:
                 tensors = np.maximum(tensors, of_llm[0] + beside.on_mean)
             return self.costs.held_bytes(tensors)
 
-        enough = np.array(layers).reshape(-1, pp).sum(axis=0)
-        fewest = np.zeros_like(enough)
-        # Bytes fall about evenly with each recomputed layer: so the first guess is mostly right, or else the second.
+        layout = LayoutKey.of_row(row, "llm_")
+        spares = self._batches.spares_attention(self.costs, layout)
+        num_layers = np.array(layers).reshape(-1, pp).sum(axis=0)
+        fewest, enough = np.zeros_like(num_layers), num_layers * (1 + spares)
         plain, again = (on_devices(of_llm) for of_llm in ends)
-        guess = np.ceil(enough * (plain - limit_bytes) / np.maximum(plain - again, 1.0))
-        guesses = iter((guess, guess - 1))
+        # Bytes fall about evenly with each level, but less where layers are recomputed as a whole after all of them are
+        # but for attention: so the first guess between two known levels is mostly right, or else the second.
+        lower, upper, num_guesses = fewest, enough, -int(spares)
         while (fewest < enough).any():
-            counts = np.clip(next(guesses, (fewest + enough) // 2), fewest, np.maximum(enough - 1, fewest)).astype(int)
-            fits = on_devices(self.of_llm(row, of_stages(counts, layers))) <= limit_bytes
-            enough = np.where(fits, counts, enough)
-            fewest = np.minimum(np.where(fits, fewest, counts + 1), enough)
-        return of_stages(enough, layers)
+            guess = lower + np.ceil((upper - lower) * (plain - limit_bytes) / np.maximum(plain - again, 1.0))
+            guess = {-1: num_layers, 0: guess, 1: guess - 1}.get(num_guesses, (fewest + enough) // 2)
+            levels = np.clip(guess, fewest, np.maximum(enough - 1, fewest)).astype(int)
+            both = at_levels(levels, num_layers, spares_attention=spares)
+            needed = on_devices(self.of_llm(row, of_stages(*both, layers)))
+            fits = needed <= limit_bytes
+            enough = np.where(fits, levels, enough)
+            fewest = np.minimum(np.where(fits, fewest, levels + 1), enough)
+            if num_guesses < 0:
+                lower, plain = np.where(fits, lower, levels), np.where(fits, plain, needed)
+                upper, again = np.where(fits, levels, upper), np.where(fits, needed, again)
+            num_guesses += 1
+        if spares:  # what also the last level has, at which one layer is not recomputed
+            enough = np.where(enough < num_layers, enough, enough + 1)
+            return of_stages(np.minimum(enough, num_layers - 1), np.clip(2 * num_layers - enough, 0, enough), layers)
+        return of_stages(enough, 0 * enough, layers)
 
     def least_of_encoders(self, row: Mapping[str, Any], of_llm: np.ndarray, limit_bytes: float) -> float:
         """The least share of the encoders' layers that has to be recomputed so that a device can hold them and the LLM.
@@ -144,7 +156,7 @@ class LeastMemory:
         for encoder, num_items, most in zip(self._spec.encoders, items, self._most_items, strict=True):
             layers = even_layers(encoder.num_layers, row[f"{encoder.name}_pp"])
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
-            recomputed = layers if recomputes else (0,) * len(layers)
+            recomputed = Recomputed.whole(layers if recomputes else (0,) * len(layers))
             stages = self._stages(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed, gathers)
             dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
             parameters = self._resident(stages[0], dp, shards)
@@ -211,7 +223,7 @@ class LeastMemory:
         return np.stack([text.mean(axis=1), *(text[:, replica] for replica in sorted(full))]), items.mean(axis=1)
 
     def _stage_bytes(
-        self, module: str, layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...], gathers: bool
+        self, module: str, layout: LayoutKey, layers: tuple[int, ...], recomputed: Recomputed, gathers: bool
     ) -> tuple[np.ndarray, PackedForms, PackedTerms]:
         """The bytes of each stage's trained and frozen parameters, [2, num_stages], and functions
         (`CostModel.stage_memory_forms`) for the bytes that a microbatch keeps on each stage, and for those that come on
@@ -219,10 +231,8 @@ class LeastMemory:
 
         Where layers are recomputed, only the bytes on top at the other parts of the stage count.
         """
-        parameters, kept, passing = zip(
-            *(self._kinds(kind, gathers) for kind in stage_kinds(module, layout, layers, recomputed, self._trained)),
-            strict=True,
-        )
+        kinds = stage_kinds(module, layout, layers, recomputed.layers, self._trained, recomputed.attention_kept)
+        parameters, kept, passing = zip(*(self._kinds(kind, gathers) for kind in kinds), strict=True)
         return np.array(parameters).T, pack_forms(kept), pack_terms(passing)
 
     def _kind_bytes(

@@ -20,6 +20,7 @@ from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import BYTES_PER_VALUE, find_link
 from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.levels import Recomputed
 from dflop.search.link_bounds import LeastLinks, possible_scopes
 from dflop.search.space import Splits, llm_layers
 from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
@@ -56,20 +57,20 @@ class MeanPipelines:
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
     def of_batches(
-        self, row: Mapping[str, Any], recomputed: tuple[int, ...], *, mean: bool = False
+        self, row: Mapping[str, Any], recomputed: Recomputed, *, mean: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with what does
         not hide of its gradient sync, [num_batches, pp].
 
-        `recomputed` is the number of recomputed layers in each stage. With `mean`, the results are those of the mean
-        batch, [1] and [1, pp], whose step is not above the mean of the batches' steps, by Jensen once more.
+        With `mean`, the results are those of the mean batch, [1] and [1, pp], whose step is not above the mean of the
+        batches' steps, by Jensen once more.
         """
         layout, pp, dp = LayoutKey.of_row(row, "llm_"), row["llm_pp"], row["llm_dp"]
         count = row["num_microbatches"]
         layers = llm_layers(row, self._splits, self._num_layers)
-        of_parts = self._parts(layout, dp, count, any(recomputed), mean)
+        of_parts = self._parts(layout, dp, count, any(recomputed.layers), mean)
         if SHARDINGS[row["llm_sharding"]].gathers:
-            passes = zip(self._passes(layout, row["llm_shards"], recomputed[0]), of_parts, strict=True)
+            passes = zip(self._passes(layout, row["llm_shards"], *recomputed), of_parts, strict=True)
             forward_s, backward_s = (sharded.seconds(of_part)[:, None] for sharded, of_part in passes)
         else:
             kinds, places = self._kinds(layout, layers, recomputed)
@@ -124,8 +125,10 @@ class MeanPipelines:
         ]
         return min(link.latency_s for link in links), max(link.bytes_per_s for link in links)
 
-    def _sharded_passes(self, layout: LayoutKey, shards: int, num_recomputed: int) -> tuple[ShardedPass, ShardedPass]:
-        return self._links.passes("llm", layout, np.array([shards]), num_recomputed)
+    def _sharded_passes(
+        self, layout: LayoutKey, shards: int, recomputed: tuple[int, ...], attention_kept: tuple[int, ...]
+    ) -> tuple[ShardedPass, ShardedPass]:
+        return self._links.passes("llm", layout, np.array([shards]), recomputed[0], attention_kept[0])
 
     def sync_s(self, row: Mapping[str, Any], layers: tuple[int, ...]) -> float:
         """Seconds of the longest gradient sync of the LLM's stages."""
@@ -140,7 +143,7 @@ class MeanPipelines:
 
     def _hidden_shares(self, layout: LayoutKey, shards: int, layers: tuple[int, ...]) -> np.ndarray:
         """`LeastLinks.hidden_shares` of each stage, [2, num_stages]."""
-        kinds, places = self._kinds(layout, layers, (0,) * len(layers))
+        kinds, places = self._kinds(layout, layers, Recomputed.whole((0,) * len(layers)))
         return np.column_stack([self._links.hidden_shares(kind, np.array([shards])) for kind in kinds])[:, places]
 
     def _stage_trained_bytes(self, layout: LayoutKey, layers: tuple[int, ...]) -> np.ndarray:
@@ -163,10 +166,10 @@ class MeanPipelines:
 
 
 def _distinct_kinds(
-    trained: TrainedSet, layout: LayoutKey, layers: tuple[int, ...], recomputed: tuple[int, ...]
+    trained: TrainedSet, layout: LayoutKey, layers: tuple[int, ...], recomputed: Recomputed
 ) -> tuple[list[StageKind], np.ndarray]:
     """The distinct kinds of the LLM's stages, and the index of each stage's kind, [num_stages]."""
-    kinds = stage_kinds("llm", layout, layers, recomputed, trained)
+    kinds = stage_kinds("llm", layout, layers, recomputed.layers, trained, recomputed.attention_kept)
     distinct = list(dict.fromkeys(kinds))
     return distinct, np.array([distinct.index(kind) for kind in kinds])
 

@@ -13,9 +13,9 @@ import polars as pl
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
 from dflop.search.encoder_bounds import DealtMedia
+from dflop.search.levels import Recomputed, of_stages
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pipeline_bounds import MeanPipelines
-from dflop.search.recompute import of_stages
 from dflop.search.space import Splits, llm_layers, plan_of
 from dflop.search.step_bounds import LowerBounds
 
@@ -31,20 +31,20 @@ class Row:
     """A row by its number in the table, with its values.
 
     `choices` say whether its plan may recompute no layers (False) or all (True); with both, also any number between.
-    `layers` is the number of layers in each of the LLM's stages, and `recomputed` the least number of them that have to
-    be recomputed. `encoders_again` is the least share of the encoders' layers that has to be recomputed.
+    `layers` is the number of layers in each of the LLM's stages, and `recomputed` what of them has to be recomputed at
+    least. `encoders_again` is the least share of the encoders' layers that has to be recomputed.
     """
 
     number: int
     values: dict[str, Any]
     choices: tuple[bool, ...]
     layers: tuple[int, ...]
-    recomputed: tuple[int, ...]
+    recomputed: Recomputed
     encoders_again: float = 0.0
 
     def with_all(self, recomputes: bool) -> "Row":
         """The row whose plan recomputes all layers, or none."""
-        recomputed = self.layers if recomputes else (0,) * len(self.layers)
+        recomputed = Recomputed.whole(self.layers if recomputes else (0,) * len(self.layers))
         return replace(self, choices=(recomputes,), recomputed=recomputed, encoders_again=float(recomputes))
 
 
@@ -84,14 +84,12 @@ class RowBounds:
             self._known[key] = compute()
         return self._known[key]
 
-    def _look_at_llm(
-        self, number: int, values: dict[str, Any]
-    ) -> tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]:
-        """The row's choices, its LLM's layers, and how many of them have to be recomputed at least."""
+    def _look_at_llm(self, number: int, values: dict[str, Any]) -> tuple[tuple[bool, ...], tuple[int, ...], Recomputed]:
+        """The row's choices, its LLM's layers, and what of them has to be recomputed at least."""
         layers = llm_layers(values, self._splits, self._num_layers)
-        nothing = (0,) * len(layers)
+        nothing = Recomputed.whole((0,) * len(layers))
         if self._pinned is not None:
-            return (self._pinned,), layers, layers if self._pinned else nothing
+            return (self._pinned,), layers, Recomputed.whole(layers) if self._pinned else nothing
         row = Row(number, values, (False, True), layers, nothing)
         if self.llm_bytes(row, False) <= self._limit_bytes or self.llm_bytes(row, True) > self._limit_bytes:
             return row.choices, layers, nothing
@@ -117,7 +115,7 @@ class RowBounds:
 
     def _recomputing(self, row: Row) -> Row:
         recomputed = self._memory.least_recomputed(row.values, self._limit_bytes, self._ends(row), beside_encoders=True)
-        if any(recomputed):
+        if any(recomputed.layers):
             return replace(row, recomputed=recomputed, encoders_again=1.0)
         of_llm = self._of_llm(row, False)
         return replace(row, encoders_again=self._memory.least_of_encoders(row.values, of_llm, self._limit_bytes))
@@ -126,11 +124,12 @@ class RowBounds:
         """The row's plan with no more recomputed layers than the row says have to be."""
         plan, grids = plan_of(row.values, self._splits), []
         for grid in plan.grids:
-            recomputed = row.recomputed
-            if grid.module != "llm":
-                layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
-                recomputed = tuple(int(row.encoders_again * len(part)) for part in layers)
-            grids.append(replace(grid, recomputed=recomputed))
+            if grid.module == "llm":
+                kept = row.recomputed.attention_kept if any(row.recomputed.attention_kept) else ()
+                grids.append(replace(grid, recomputed=row.recomputed.layers, attention_kept=kept))
+                continue
+            layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
+            grids.append(replace(grid, recomputed=tuple(int(row.encoders_again * len(part)) for part in layers)))
         if not any(any(grid.recomputed) for grid in grids):
             return plan
         return replace(plan, grids=tuple(grids), checkpointing=True)
@@ -171,7 +170,7 @@ class RowBounds:
             if not recomputes:
                 return plain
             counts = np.array(row.layers).reshape(-1, row.values["llm_pp"]).sum(axis=0)
-            but_one = of_stages(np.maximum(counts - 1, 0), row.layers)
+            but_one = of_stages(np.maximum(counts - 1, 0), 0 * counts, row.layers)
             return np.minimum(plain, self._memory.of_llm(row.values, but_one))
 
         return self._once(("bytes", self._llm_place[row.number], recomputes), of_llm)

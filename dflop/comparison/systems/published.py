@@ -19,6 +19,7 @@ from dflop.plan import DISJOINT, PLAIN_SCHEDULE, PLAIN_SHARDING
 from dflop.plan.layout_key import LayoutKey
 from dflop.schedule import BYTES_PER_VALUE, loads_of
 from dflop.search import Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of
+from dflop.search.levels import Recomputed
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.row_bounds import MARGIN
 from dflop.search.space import llm_layers
@@ -50,7 +51,7 @@ def _plans(
     for place in np.argsort(places.to_numpy() * stage_s, kind="stable"):
         row = rows.row(int(place), named=True)
         recomputes, layers = row["checkpointing"], llm_layers(row, {}, spec.module("llm").num_layers)
-        of_llm = memory.of_llm(row, layers if recomputes else (0,) * len(layers))
+        of_llm = memory.of_llm(row, Recomputed.whole(layers if recomputes else (0,) * len(layers)))
         if memory.least_bytes(row, of_llm, recomputes=recomputes) > budget * MARGIN:
             continue  # quicker to know than what the plan needs
         pricer = PlanPricer(plan_of(row, {}, checkpointing=recomputes), config, spec, costs, batches, LPT)

@@ -73,6 +73,8 @@ def _recomputed(plan: Plan) -> str:
     if not plan.checkpointing:
         return "none"
     counts = [f"{grid.module} {' + '.join(map(str, grid.recomputed)) or 'all'}" for grid in plan.grids]
+    if kept := plan.grid("llm").attention_kept:
+        counts[-1] += f" ({' + '.join(map(str, kept))} of them but for attention)"
     return ", ".join(counts) if any(grid.recomputed for grid in plan.grids) else "all"
 
 

@@ -152,11 +152,14 @@ def just_enough(nothing: PlanPricer, config: Config, spec: ModelSpec) -> PlanPri
 
 
 def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[str] = ("vision", "llm")) -> CostModel:
-    """Drawn costs of the modules. Of half of the seeds each part's time and passing memory is a convex broken line of
-    its main load, of others a straight one; links are measured or not."""
+    """Drawn costs of the modules; two seeds of three have those of layers recomputed but for attention. Of half of the
+    seeds each part's time and passing memory is a convex broken line of its main load, of others a straight one; links
+    are measured or not."""
     rng = np.random.default_rng(seed)
     is_bent, has_links = rng.random(2) < 0.5
     times, activations, transients, parameter_bytes = {}, {}, {}, {}
+    own = np.random.default_rng([seed, 1])
+    attention_bytes = {("llm", LayoutKey(tp)): own.uniform(0.0, 0.3) for tp in tp_sizes if seed % 3}
     for module in modules:
         along = dict.fromkeys(PARTS, 1) | {"last": 3} if module == "llm" else dict.fromkeys(PARTS, 0)
         unit_s = 10.0 ** rng.uniform(-5, -3.5) / (20 if module == "llm" else 1)
@@ -175,6 +178,8 @@ def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[
                     times[*key, "forward"] = forward
                     times[*key, "backward"] = (again_s + again) * forward
                     activations[key] = kept_share * kept if again else kept
+                    if again and (module, LayoutKey(tp)) in attention_bytes:
+                        attention_bytes[module, LayoutKey(tp)] *= (1 - kept_share) * kept.per_load[1]
                     transients[key] = kept if again else on_top
                 parameter_bytes[module, LayoutKey(tp), part] = (
                     rng.uniform(0, 1e6) * share / tp if part != "stage" else 0.0
@@ -184,6 +189,7 @@ def bent_costs(seed: int, tp_sizes: tuple[int, ...] = (1, 2), modules: Sequence[
         activations=activations,
         transients=transients,
         parameter_bytes=parameter_bytes,
+        attention_bytes=attention_bytes,
         overhead_bytes=rng.uniform(0, 1e6),
         allocator_share=rng.uniform(0, 0.2),
         links=_links(rng) if has_links else LinkModel(),

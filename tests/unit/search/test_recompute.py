@@ -14,15 +14,19 @@ from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Grid, Plan
 from dflop.plan.trained import TrainedSet
 from dflop.search import GroupedBatches, PlanPricer, plan_of
-from dflop.search.recompute import JustEnough, with_recomputed
+from dflop.search.levels import with_recomputed
+from dflop.search.recompute import JustEnough
 
 # Costs are drawn from a seed: a smaller seed is no simpler a case.
 _UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 _NUM_ROWS = 10
 
 
-def most_of(plan: Plan, spec: ModelSpec, freeze: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Of each module the layers that each of its devices along the pipeline can recompute."""
+def most_of(
+    plan: Plan, spec: ModelSpec, freeze: tuple[str, ...], *, spares_attention: bool = False
+) -> dict[str, np.ndarray]:
+    """Of each module the layers that each of its devices along the pipeline can recompute, each twice of an LLM with
+    `spares_attention`."""
     most = {}
     for grid in plan.grids:
         layers = plan.layers_of(grid.module, spec.module(grid.module).num_layers)
@@ -30,17 +34,18 @@ def most_of(plan: Plan, spec: ModelSpec, freeze: tuple[str, ...]) -> dict[str, n
         most[grid.module] = np.array(on_devices) * (
             grid.module not in {name.removesuffix(".encoder") for name in freeze} or grid.module == "llm"
         )
-    return most
+    return most | {"llm": most["llm"] * (1 + spares_attention)}
 
 
 def fewest_by_trying(
     nothing: PlanPricer, batches: GroupedBatches, spec: ModelSpec, freeze: tuple[str, ...], limit: float
 ) -> dict[str, list[int]]:
-    """One number of layers after the other, for each device while all others recompute everything."""
-    plan, most = nothing.plan, most_of(nothing.plan, spec, freeze)
+    """One level after the other, for each device while all others recompute everything."""
+    plan, how = nothing.plan, {"spares_attention": nothing.spares_attention}
+    most = most_of(plan, spec, freeze, **how)
 
     def needed(counts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        pricer = nothing.recomputing(with_recomputed(plan, counts, spec))
+        pricer = nothing.recomputing(with_recomputed(plan, counts, spec, **how))
         return pricer.bytes_along_pipeline(range(len(batches)))
 
     found, free = {}, list(most)
@@ -86,13 +91,15 @@ def test_no_device_could_do_with_fewer_layers(tiny_spec, encoders, shape, seeds,
     batches, splits, rows = space_of(config, spec, costs, samples)
     for row in rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1]).iter_rows(named=True):
         nothing = PlanPricer(plan_of(row, splits), config, spec, costs, batches, LPT)
+        how = {"spares_attention": nothing.spares_attention}
         everything = nothing.recomputing(with_recomputed(nothing.plan, most_of(nothing.plan, spec, freeze), spec))
         enough = JustEnough(spec, TrainedSet(freeze), limit).of(nothing)
         if enough is None:
             assert everything.needed_bytes() > limit
             continue
         assert enough.needed_bytes() <= limit
-        fewest = with_recomputed(nothing.plan, as_arrays(fewest_by_trying(nothing, batches, spec, freeze, limit)), spec)
+        fewest = as_arrays(fewest_by_trying(nothing, batches, spec, freeze, limit))
+        fewest = with_recomputed(nothing.plan, fewest, spec, **how)
         if nothing.recomputing(fewest).alone_bytes() <= limit:
             assert enough.plan == fewest
         else:  # a single sample asks for more

@@ -14,10 +14,11 @@ from dflop.balance import LPT, RANDOM
 from dflop.plan.trained import TrainedSet
 from dflop.search import PlanPricer, plan_of
 from dflop.search.encoder_bounds import DealtMedia
+from dflop.search.levels import Recomputed, with_recomputed
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pipeline_bounds import MeanPipelines
-from dflop.search.recompute import JustEnough, with_recomputed
+from dflop.search.recompute import JustEnough
 from dflop.search.space import llm_layers
 from dflop.search.step_bounds import lower_bounds
 
@@ -59,22 +60,27 @@ class Case:
         self.num_batches = len(batches)
 
     def __iter__(self):
-        """Each row with how many layers its plan recomputes of each of the LLM's stages, drawn, and the pricer."""
+        """Each row with what its plan recomputes of each of the LLM's stages, drawn, and the pricer."""
         for place, row in enumerate(self.rows.iter_rows(named=True)):
             plan = plan_of(row, self.splits)
+            spares_attention = self.pricer_of(plan).spares_attention
             counts = {grid.module: np.zeros(grid.pp, dtype=int) for grid in plan.grids}
             if self.rng.random() < 0.7:
                 for grid in plan.grids:
                     layers = plan.layers_of(grid.module, self.spec.module(grid.module).num_layers)
                     most = [sum(map(len, layers[device :: grid.pp])) for device in range(grid.pp)]
+                    most = np.array(most) * (1 + (spares_attention and grid.module == "llm"))
                     counts[grid.module] = self.rng.integers(0, most, endpoint=True)
-            plan = with_recomputed(plan, counts, self.spec)
-            yield place, row, plan.recomputed_of("llm", self.spec.module("llm").num_layers), self.pricer_of(plan)
+            plan = with_recomputed(plan, counts, self.spec, spares_attention=spares_attention)
+            yield place, row, self.of_llm(plan), self.pricer_of(plan)
+
+    def of_llm(self, plan):
+        return Recomputed(plan.recomputed_of("llm", self.spec.module("llm").num_layers), plan.attention_kept_of("llm"))
 
     def ends(self, row):
         """What the LLM needs at least with no layer recomputed, and with all of them."""
         layers = llm_layers(row, self.splits, self.spec.module("llm").num_layers)
-        return [self.memory.of_llm(row, own) for own in ((0,) * len(layers), tuple(layers))]
+        return [self.memory.of_llm(row, own) for own in map(Recomputed.whole, ((0,) * len(layers), layers))]
 
 
 @settings(max_examples=20, phases=_UNSHRUNK)
@@ -116,12 +122,21 @@ def test_no_plan_that_fits_recomputes_fewer_layers_than_it_must(
     for _, row, recomputed, pricer in case:
         limit = _SLACK * max(max(pricer.memory_bytes(batch).values()) for batch in range(case.num_batches))
         must = case.memory.least_recomputed(row, limit, case.ends(row))
-        assert all(least <= own for least, own in zip(must, recomputed, strict=True)), row
+        assert adds_no_more(must, recomputed), row
         nothing = case.pricer_of(plan_of(row, case.splits))
         found = JustEnough(tiny_spec, TrainedSet(freeze), limit).of(nothing) if pricer.plan.checkpointing else None
         if found is not None and nothing.needed_bytes() > limit:
             must = case.memory.least_recomputed(row, limit, case.ends(row), beside_encoders=True)
-            assert all(least <= own for least, own in zip(must, found.plan.recomputed_of("llm", 4), strict=True)), row
+            assert adds_no_more(must, case.of_llm(found.plan)), row
+
+
+def adds_no_more(least: Recomputed, own: Recomputed) -> bool:
+    """Whether `least` has no more recomputed layers in any stage, and no more of them as a whole."""
+    whole = [
+        [count - kept for count, kept in zip(each.layers, each.attention_kept, strict=True)] for each in (least, own)
+    ]
+    pairs = (zip(least.layers, own.layers, strict=True), zip(*whole, strict=True))
+    return all(its <= other for each in pairs for its, other in each)
 
 
 def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
@@ -138,6 +153,6 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     for row in rows.iter_rows(named=True):
         step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, LPT).step_s(0)
         bound_s = bounds.of_pipeline(
-            row["place"], *pipelines.of_batches(row, (0,) * row["llm_pp"] * row["num_chunks"])
+            row["place"], *pipelines.of_batches(row, Recomputed.whole((0,) * row["llm_pp"] * row["num_chunks"]))
         )[0]
         assert bound_s == pytest.approx(step_s, rel=1e-9), row

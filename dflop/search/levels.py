@@ -1,0 +1,115 @@
+"""Levels: in which order the layers of a device are recomputed, the cheapest bytes first.
+
+A level is a number. At level 0 a device recomputes nothing of a module, and each level frees more memory than the one
+before. Mostly a level is a number of layers, recomputed as a whole. Where samples are long, attention is most of an LLM
+layer's forward, and what it makes a small part of what the layer keeps: recomputing all but attention then frees more
+bytes a second (`GroupedBatches.spares_attention`). So up to one level a layer, an LLM's layers are recomputed but for
+attention; from there on, one after the other as a whole. One level more has all of them recomputed but one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dflop.models import ModelSpec
+from dflop.plan import Plan
+from dflop.plan.trained import TrainedSet
+
+__all__ = ["Counts", "Levels", "Recomputed", "at_levels", "of_stages", "with_recomputed"]
+
+# By module, a level on each of its pipeline ranks, [pp].
+Counts = Mapping[str, np.ndarray]
+
+
+class Recomputed(NamedTuple):
+    """How many layers each stage of a module recomputes, and how many of these but for attention, as in `Grid`."""
+
+    layers: tuple[int, ...]
+    attention_kept: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, layers: Sequence[int]) -> "Recomputed":
+        return cls(tuple(layers), (0,) * len(layers))
+
+
+class Levels:
+    """The levels of a plan's devices: those that it has (`now`), and the last (`most`)."""
+
+    def __init__(self, plan: Plan, spec: ModelSpec, trained: TrainedSet, *, spares_attention: bool) -> None:
+        self._plan, self._spec, self._spares_attention = plan, spec, spares_attention
+        self.now, self.most = {}, {}
+        for grid in plan.grids:
+            num_layers = spec.module(grid.module).num_layers
+            ways = trained.ways(grid.module)
+            layers = np.array(list(map(len, plan.layers_of(grid.module, num_layers))))
+            can_be = layers * (ways.num_still < len(ways.layers))
+            count, recomputed, kept = (
+                np.reshape(own, (-1, grid.pp)).sum(axis=0)
+                for own in (can_be, plan.recomputed_of(grid.module, num_layers), plan.attention_kept_of(grid.module))
+            )
+            is_spared = spares_attention and grid.module == "llm"
+            self.most[grid.module] = count * (1 + is_spared)
+            whole = recomputed - kept
+            level = np.where(whole > 0, count + whole, kept) if is_spared else recomputed
+            self.now[grid.module] = np.minimum(level, self.most[grid.module])
+
+    @property
+    def all_but_one(self) -> Counts:
+        """The levels at which each device recomputes all of a module's layers but one."""
+        but_one = {module: np.maximum(levels - 1, 0) for module, levels in self.most.items()}
+        if self._spares_attention:
+            but_one["llm"] = self.most["llm"] + (self.most["llm"] > 0)
+        return but_one
+
+    def plan_at(self, levels: Counts) -> Plan:
+        """The plan at these levels."""
+        return with_recomputed(self._plan, levels, self._spec, spares_attention=self._spares_attention)
+
+
+def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_attention: bool = False) -> Plan:
+    """The plan at these levels of its devices. A device's chunks take turns in recomputing."""
+    plain = [replace(grid, recomputed=(), attention_kept=()) for grid in plan.grids]
+    if not any(own.any() for own in levels.values()):
+        return replace(plan, grids=tuple(plain), checkpointing=False)
+    grids, is_everything = [], True
+    for grid in plain:
+        layers = tuple(len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers))
+        is_spared = spares_attention and grid.module == "llm"
+        on_devices = np.reshape(layers, (-1, grid.pp)).sum(axis=0)
+        both = at_levels(levels[grid.module], on_devices, spares_attention=is_spared)
+        recomputed = of_stages(*both, layers)
+        kept = recomputed.attention_kept if any(recomputed.attention_kept) else ()
+        grids.append(replace(grid, recomputed=recomputed.layers, attention_kept=kept))
+        is_everything &= recomputed.layers == layers and not kept
+    return replace(plan, grids=tuple(plain if is_everything else grids), checkpointing=True)
+
+
+def at_levels(levels: np.ndarray, num_layers: np.ndarray, *, spares_attention: bool) -> tuple[np.ndarray, np.ndarray]:
+    """How many of their `num_layers` devices recompute at these levels, and how many of these but for attention."""
+    if not spares_attention:
+        return levels, np.zeros_like(levels)
+    return (
+        np.where(levels > 2 * num_layers, num_layers - 1, np.minimum(levels, num_layers)),
+        np.clip(2 * num_layers - levels, 0, levels),
+    )
+
+
+def of_stages(again: np.ndarray, kept: np.ndarray, layers: Sequence[int]) -> Recomputed:
+    """What each stage recomputes where the pipeline ranks recompute `again` [pp] layers, `kept` [pp] of them but for
+    attention. `layers` is the number of layers in each stage."""
+    pp, recomputed, attention_kept = len(again), [0] * len(layers), [0] * len(layers)
+    for device in range(pp):
+        recomputed[device::pp] = _in_turns(int(again[device]), layers[device::pp])
+        attention_kept[device::pp] = _in_turns(int(kept[device]), recomputed[device::pp])
+    return Recomputed(tuple(recomputed), tuple(attention_kept))
+
+
+def _in_turns(count: int, most: Sequence[int]) -> list[int]:
+    """`count` divided into shares by handing it out one by one, none above its entry in `most`."""
+    shares = [0] * len(most)
+    while sum(shares) < min(count, sum(most)):
+        for place, end in enumerate(most):
+            shares[place] += sum(shares) < count and shares[place] < end
+    return shares
