@@ -58,13 +58,19 @@ PLANS = {
     ),
     "samples over several replicas, pipelined, recomputing": Plan(
         placement="disjoint",
-        grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, pp=2, cp=2, rank_offset=2)),
+        grids=(
+            Grid(module="vision", num_ranks=2, recomputed=(4,)),
+            Grid(module="llm", num_ranks=4, pp=2, cp=2, rank_offset=2, recomputed=(2, 2), attention_kept=(1, 2)),
+        ),
         num_microbatches=2,
         checkpointing=True,
     ),
     "tensor parallelism, recomputing": Plan(
         placement="disjoint",
-        grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, tp=2, rank_offset=2)),
+        grids=(
+            Grid(module="vision", num_ranks=2, recomputed=(4,)),
+            Grid(module="llm", num_ranks=4, tp=2, rank_offset=2, recomputed=(4,), attention_kept=(3,)),
+        ),
         num_microbatches=2,
         checkpointing=True,
     ),
