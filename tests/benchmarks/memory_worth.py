@@ -1,5 +1,5 @@
-"""What memory is worth: the predicted step where compiled layers keep what torch.compile keeps, as they train, and on
-devices without a limit.
+"""What memory is worth: the predicted step where compiled layers keep what torch.compile keeps, as they train but with
+layers recomputed as a whole alone, as they train, and on devices without a limit.
 
     python tests/benchmarks/memory_worth.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--artifacts", type=Path, help="a folder to keep costs in")
     arguments = parser.parse_args()
     planner.FAMILIES |= regret.MODELS
-    print(f"python {' '.join(sys.argv)}\n\ntorch's   ours  endless  of torch's: ours, endless", flush=True)
+    print(f"python {' '.join(sys.argv)}\n\ntorch's  whole   ours endless  of torch's: whole, ours, endless", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for preset in arguments.only:
             folder = planner.folder_with_costs(preset, arguments.artifacts or Path(name))
@@ -61,20 +61,22 @@ def costs_of(spec: ModelSpec, *, is_torchs: bool) -> dict[str, object]:
             points.append(points_of_stage(stage, load_device(planner.DEVICE)))
     measurements = pl.concat([own.measurements for own in points])
     model = fit_model(median_points(measurements), pl.concat([own.parameters for own in points]), "analytic")
-    return {name: getattr(model, name) for name in ("times", "activations", "transients", "parameter_bytes", "ranges")}
+    names = ("times", "activations", "transients", "parameter_bytes", "attention_bytes", "ranges")
+    return {name: getattr(model, name) for name in names}
 
 
 def print_row(folder: Path, preset: str, mix: str, num_devices: int, torchs: dict, ours: dict) -> None:
     config, spec, costs, samples = planner.read_inputs(folder, preset, num_devices, regret.BATCH_SIZES[num_devices])
     endless = replace(config, cluster=replace(config.cluster, memory_gib=ENDLESS_GIB))
-    rows = [
-        search_plans(about, spec, replace(costs, **of_layers), samples).candidates[0]
-        for about, of_layers in ((config, torchs), (config, ours), (endless, torchs))
-    ]
-    before_s, now_s, endless_s = (row.step_s for row in rows)
+    whole_alone = {"attention_bytes": {}}
+    tried = ((config, torchs | whole_alone), (config, ours | whole_alone), (config, ours), (endless, torchs))
+    rows = [search_plans(about, spec, replace(costs, **of_layers), samples).candidates[0] for about, of_layers in tried]
+    steps_s = [row.step_s for row in rows]
     print(
-        f"{before_s:6.3f} {now_s:6.3f} {endless_s:6.3f}   {now_s / before_s:5.3f} {endless_s / before_s:5.3f}  "
-        f"{preset}, {mix}, {num_devices}: {rows[1].plan}",
+        " ".join(f"{step_s:6.3f}" for step_s in steps_s),
+        "  ",
+        " ".join(f"{step_s / steps_s[0]:5.3f}" for step_s in steps_s[1:]),
+        f"  {preset}, {mix}, {num_devices}: {rows[2].plan}",
         flush=True,
     )
 
