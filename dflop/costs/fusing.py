@@ -3,11 +3,13 @@
 AOTAutograd traces a layer's forward and backward and cuts them apart as torch.compile does, which decides what is kept
 (`min_cut_rematerialization_partition`). In both graphs, the operations between matrix products, attention and
 all-reduces become one kernel wherever they depend on each other. Training compiles a layer in pieces, before and behind
-its attention, so that what the attention's projections read is kept in any case.
+its attention, so that what the attention's projections read is kept in any case. Of a recomputed layer it leaves the
+last product out, which is not repeated: what only a layer's output needs is not counted in backward.
 """
 
 import operator
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +42,7 @@ class Fuser:
     def __init__(self) -> None:
         self.meter: Meter | None = None
         self._traced: dict[Any, Callable[..., Any]] = {}
+        self._num_outputs = 0
 
     @property
     def num_traced(self) -> int:
@@ -65,14 +68,30 @@ class Fuser:
 
                 self._traced[key] = aot_function(
                     called,
+                    self._compile_forward,
                     self._compile,
-                    self._compile,
-                    partition_fn=_partition,
+                    partition_fn=self._partition,
                     decompositions=select_decomp_table(),
                 )
             with _Forward(layer, forward), functorch_config.patch(dict(config)):
                 return self._traced[key](*both)
 
+        return run
+
+    def _partition(self, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._num_outputs = kwargs["num_fwd_outputs"]
+        return _partition(joint, *args, **kwargs)
+
+    def _compile_forward(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        """The forward, and what is left of it where backward computes it again."""
+        whole = self._compile(deepcopy(graph), inputs)
+        again = self._compile(_without_outputs(graph, self._num_outputs), inputs)
+
+        def run(args: list[Any]) -> Any:
+            is_in_backward = torch._C._current_graph_task_id() >= 0
+            return (again if is_in_backward else whole)(args)
+
+        run._boxed_call = True
         return run
 
     def _compile(self, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -103,6 +122,20 @@ def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Gra
                 node = node.all_input_nodes[0]
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _without_outputs(forward: fx.GraphModule, num_outputs: int) -> fx.GraphModule:
+    """The forward without what only its outputs need, which are followed by what is kept."""
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    with forward.graph.inserting_before(output):
+        nothing = forward.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+    output.args = ([nothing] * num_outputs + results[num_outputs:],)
+    for node in reversed(forward.graph.nodes):  # also reductions over ranks, which torch takes to have side effects
+        if node.op == "call_function" and not node.users:
+            forward.graph.erase_node(node)
+    forward.recompile()
+    return forward
 
 
 def _ahead_of(node: fx.Node) -> set[fx.Node]:

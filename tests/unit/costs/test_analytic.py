@@ -109,7 +109,11 @@ def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokeniz
     assert points.parameters.schema == sizes.schema
     if module == "vision":  # the LLM's vocabulary is the tokenizer's here
         assert points.parameters.equals(sizes)
-    assert points.parameters.row(0) == sizes.row(0)
+    counted, measured = (frame.drop("attention_bytes").row(0) for frame in (points.parameters, sizes))
+    assert counted == measured
+    if module == "llm":  # on CPUs attention's result is kept once more, copied into one row
+        counted, measured = (frame["attention_bytes"][0] for frame in (points.parameters, sizes))
+        assert measured - counted == pytest.approx(2 * tiny_spec.module("llm").hidden_size, rel=0.01)
 
 
 def test_points_cover_what_real_models_see():

@@ -231,6 +231,9 @@ def test_recomputed_layers_run_forward_again_and_keep_their_input(name, module, 
     least = one.forward.product_flops + one.backward.product_flops
     assert again.backward.product_flops > one.backward.product_flops
     assert again.backward.product_flops <= least
+    eager_one, _, eager_again, _ = counted(name, module, *points)
+    repeated = eager_again.backward.product_flops - eager_one.backward.product_flops
+    assert again.backward.product_flops - one.backward.product_flops == pytest.approx(repeated, rel=1e-3)
     assert again.backward.attention_flops == one.forward.attention_flops + one.backward.attention_flops
     kept, num_units = two_again.saved_bytes - again.saved_bytes, points[0].num_tokens or points[0].num_items
     assert kept % (2 * variant(name).module(module).hidden_size * num_units) == 0, "an input in bf16"

@@ -9,6 +9,9 @@ from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 from transformers import AttentionInterface
 
@@ -116,6 +119,44 @@ def test_compiled_layers_have_the_gradients_of_eager_ones_whatever_the_size(modu
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert num_graphs[0] > 0
     assert num_graphs == [num_graphs[0]] * len(sizes)
+
+
+def products_in(module: str, size: Sequence[int], num_recomputed: int) -> int:
+    """How many matrix products a pass through compiled layers and back computes."""
+    stage, computed = build(module, num_recomputed=num_recomputed), []
+
+    def counted(graph, _):
+        names = [getattr(node.target, "overloadpacket", None) for node in graph.graph.nodes]
+        products = [name for name in names if name in (torch.ops.aten.mm, torch.ops.aten.addmm)]
+
+        def run(*args):
+            computed.extend(products)
+            return graph(*args)
+
+        return make_boxed_func(run)
+
+    for name in stage.layer_names:
+        for own in stage.hf.get_submodule(name).modules():
+            if isinstance(own, nn.Linear):
+                own.forward = partial(computed_eagerly, computed, own.forward)
+    compile_layers(stage, aot_autograd(fw_compiler=counted, bw_compiler=counted))
+    passed(stage, size)
+    torch._dynamo.reset()
+    return len(computed)
+
+
+def computed_eagerly(computed: list, forward, hidden):
+    made = forward(hidden)
+    if not torch.compiler.is_compiling():
+        computed.append(forward)
+    return made
+
+
+@pytest.mark.parametrize(("module", "size", "num_products"), [("llm", [30, 11], 7), ("vision", [2, 1], 6)])
+def test_the_last_product_of_a_compiled_layer_is_not_computed_again(module, size, num_products):
+    none, some = (products_in(module, size, num_recomputed) for num_recomputed in (0, 1))
+    not_counted = 2  # in the backward of a product that is not compiled
+    assert some - none + not_counted == num_products - 1
 
 
 @pytest.mark.parametrize(
