@@ -5,7 +5,8 @@ microbatches, the pipeline *schedule*, and the *sharding* of parameters among re
 of ours: the encoder is in the LLM's first stage, both have one grid, with 1F1B, sharded optimiser states and samples
 grouped at random; "only order" sorts the microbatches of random groups. A row "without X" has all parts but one. Each
 row has the fastest plan of its space. Balance and order are the quick ones, without our final step search. In no row
-do replicas share samples; the last has all parts but that one.
+do replicas share samples; the last has all parts but that one. "Without kept attention" recomputes layers as a whole
+alone, as Megatron-style training does.
 """
 
 import numpy as np
@@ -52,9 +53,16 @@ def _only(part: str, policy: Policy = RANDOM, **more: list[str]) -> System:
     return System(name=f"only {part}", plans=plans, policy=policy)
 
 
-def _without(part: str, policy: Policy = LPT_ORDERED, *, splits_evenly: bool = False, **less: list[str]) -> System:
+def _without(
+    part: str,
+    policy: Policy = LPT_ORDERED,
+    *,
+    splits_evenly: bool = False,
+    keeps_attention: bool = True,
+    **less: list[str],
+) -> System:
     """Our training, except for `policy` and the keys of `PlanConfig` in `less`."""
-    plans = fastest_of(PlanConfig(**less), policy=policy, splits_evenly=splits_evenly)
+    plans = fastest_of(PlanConfig(**less), policy=policy, splits_evenly=splits_evenly, keeps_attention=keeps_attention)
     return System(name=f"without {part}", plans=plans, policy=policy)
 
 
@@ -72,5 +80,6 @@ ABLATION: tuple[System, ...] = (
     _without("order", LPT),
     _without("schedule", **_PLAIN),
     _without("sharding", **_UNSHARED),
+    _without("kept attention", keeps_attention=False),
     _without("shared samples"),
 )

@@ -4,7 +4,7 @@ Systems that many people train with are baselines, too: `dflop plan` prices them
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -50,17 +50,23 @@ class System:
 
 
 def fastest_of(
-    within: PlanConfig | Callable[[ModelSpec], PlanConfig], *, policy: Policy = LPT, splits_evenly: bool = True
+    within: PlanConfig | Callable[[ModelSpec], PlanConfig],
+    *,
+    policy: Policy = LPT,
+    splits_evenly: bool = True,
+    keeps_attention: bool = False,
 ) -> PlanChoice:
     """The choice of the fastest plans within these limits, by our search and our simulator.
 
-    Batches are grouped by the quick form of `policy`. The system's own planner could find no faster plans.
+    Batches are grouped by the quick form of `policy`. The system's own planner could find no faster plans. Layers are
+    recomputed as a whole, with `keeps_attention` also but for attention.
     """
 
     def plans(
         config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, *, compares: bool = True
     ) -> list[Candidate]:
         limits = within if isinstance(within, PlanConfig) else within(spec)
+        costs = costs if keeps_attention else replace(costs, attention_bytes={})
         try:
             found = search_plans(
                 config,

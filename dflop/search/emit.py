@@ -49,6 +49,11 @@ def _made_otherwise(plan: Plan, made: Plan, spec: ModelSpec) -> list[str]:
         if differ := [(ours, theirs) for ours, theirs in zip(planned, flagged, strict=True) if ours != theirs]:
             ours, theirs = map(", ".join, zip(*differ, strict=True))
             sentences.append(f"{what}: {ours}; as the flags have it: {theirs}")
+    if any(kept := plan.attention_kept_of("llm")):
+        sentences.append(
+            f"recomputed but for attention: {joined(kept)} layers of the LLM; the flags recompute layers as a whole. "
+            "Nearest is torchtitan's selective mode, which keeps attention's results and every second product"
+        )
     return sentences
 
 

@@ -310,6 +310,16 @@ def test_the_encoders_recomputed_layers_are_named(framework):
     assert of_vision(PIPELINE) is None
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_layers_recomputed_but_for_attention_are_recomputed_as_a_whole_by_flags(framework):
+    kept = replace(ONE_MODULE, grids=(ONE_MODULE.grids[0], replace(ONE_MODULE.grids[1], attention_kept=(9,))))
+    emitted, whole = (emit(framework, plan, SPEC, 512) for plan in (kept, ONE_MODULE))
+    assert emitted.plan == whole.plan
+    assert emitted.flags == whole.flags
+    (said,) = (sentence for sentence in emitted.beyond if sentence not in whole.beyond)
+    assert said.startswith("recomputed but for attention: 9 layers of the LLM; the flags recompute layers as a whole")
+
+
 # ---- frameworks that read a config file, and those that share Megatron Core's names ----
 
 WHOLE = replace(SHARED, grids=tuple(replace(grid, sharding="optimizer", shards=None) for grid in SHARED.grids))

@@ -127,6 +127,33 @@ def test_a_plan_that_fits_with_one_layer_less_of_the_llm_alone_is_found(tiny_spe
     assert found
 
 
+@pytest.mark.parametrize(("text_tokens", "is_spared"), [(4000, True), (400, False)])
+def test_attention_is_spared_where_samples_are_long(tiny_spec, costs, text_tokens, is_spared):
+    """It is half as long as the rest of a layer's forward at 2,500 tokens, and keeps a quarter of what a layer does."""
+    samples = uneven_samples(40, 0)
+    samples = dataclasses.replace(samples, kept_tokens=0 * samples.kept_tokens, num_items=0 * samples.num_items)
+    samples = dataclasses.replace(samples, llm_tokens=np.full(40, text_tokens), target_tokens=np.full(40, 100))
+    config = make_config(2, 8, placements=["colocated"], shardings=["optimizer"], cp_sizes=(1,))
+    batches, splits, rows = space_of(config, tiny_spec, costs, samples)
+    whole_alone = dataclasses.replace(costs, attention_bytes={})
+    num_spared, gains_s = 0, []
+    for row in rows.iter_rows(named=True):
+        pricers = [
+            PlanPricer(plan_of(row, splits), config, tiny_spec, own, batches, LPT) for own in (costs, whole_alone)
+        ]
+        assert [pricer.spares_attention for pricer in pricers] == [is_spared, False]
+        most = with_recomputed(pricers[0].plan, most_of(pricers[0].plan, tiny_spec, ()), tiny_spec)
+        limit = (pricers[0].needed_bytes() + pricers[0].recomputing(most).needed_bytes()) / 2
+        ours, wholes = (JustEnough(tiny_spec, TrainedSet(()), limit).of(pricer) for pricer in pricers)
+        assert ours.needed_bytes() <= limit
+        # Of four layers, one recomputed as a whole may free just enough where two but for attention free more.
+        assert ours.step_s(0) <= 1.02 * wholes.step_s(0)
+        gains_s.append(wholes.step_s(0) - ours.step_s(0))
+        num_spared += any(ours.plan.attention_kept_of("llm"))
+        assert not any(wholes.plan.attention_kept_of("llm"))
+    assert (num_spared > 0) == (np.mean(gains_s) > 0) == is_spared
+
+
 def as_arrays(counts: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return {module: np.array(own) for module, own in counts.items()}
 
