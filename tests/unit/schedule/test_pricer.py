@@ -45,6 +45,17 @@ def make_pricer(costs, tiny_spec):
     return make
 
 
+def test_costs_that_say_nothing_of_kept_attention_refuse_a_plan_that_has_it(make_pricer, costs):
+    plan = make_plan(llm_pp=2, checkpointing=True)
+    llm = dataclasses.replace(plan.grid("llm"), recomputed=(2, 2), attention_kept=(1, 0))
+    plan = dataclasses.replace(plan, grids=(plan.grids[0], llm))
+    assert make_pricer(plan).plan == plan
+    with pytest.raises(
+        UserError, match=r"`grids.llm.attention_kept`, and costs do not .* run `dflop profile-costs`"
+    ):
+        make_pricer(plan, model=dataclasses.replace(costs, attention_bytes={}))
+
+
 def at_random(pricer: Pricer, shapes, seed: int) -> Assignment:
     problem = pricer.problem(shapes)
     llm_dp_rank, microbatch = np.divmod(random_buckets(problem, np.random.default_rng(seed)), problem.num_microbatches)
