@@ -20,6 +20,7 @@ from dflop.plan import Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.search import Candidate, GroupedBatches, PlanPricer
 from dflop.search.emit import FRAMEWORKS, Emitted, emit
+from dflop.search.levels import without_recomputed
 from dflop.shapes import SampleShapes
 
 __all__ = ["EmittedPlans"]
@@ -138,8 +139,7 @@ class EmittedPlans:
 
 
 def _recomputing_all(plan: Plan) -> Plan:
-    grids = tuple(replace(grid, recomputed=(), attention_kept=()) for grid in plan.grids)
-    return replace(plan, grids=grids, checkpointing=True)
+    return replace(without_recomputed(plan), checkpointing=True)
 
 
 def _changed(before: Emitted, after: Emitted) -> str:

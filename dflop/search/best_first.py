@@ -26,6 +26,7 @@ from dflop.schedule import BYTES_PER_VALUE
 from dflop.search.candidate import Candidate, PlanPricer
 from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.levels import without_recomputed
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pins import without_each
@@ -37,7 +38,10 @@ from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 from dflop.shapes import SampleShapes
 
-__all__ = ["FINALISTS_PERCENT", "NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
+__all__ = ["FINALISTS_PERCENT", "MORE_GIB", "NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
+
+# What more memory is worth is told for so much of it.
+MORE_GIB = 10
 
 # The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
 # `_FEW_PLANS`, where that takes no time. All find the plans among which `final_choice` chooses: at most
@@ -65,7 +69,9 @@ class SearchResult:
     `candidates` are the plans priced on all batches, fastest first; the first is the fastest of the space.
     `least_bound_s` is the lowest bound of a plan that was not priced to the end: no plan of the space is faster than
     both that bound and the first candidate. `larger` is at least 1 % faster than all candidates, but needs more memory
-    than there is; of such plans that were looked at, it needs least.
+    than there is; of such plans that were looked at, it needs least. `with_more` is the part of its step that the
+    fastest plan would take with `MORE_GIB` more memory on each device and fewer recomputed layers; None if it
+    recomputes none, or its layers are pinned.
     """
 
     candidates: list[Candidate]
@@ -73,6 +79,7 @@ class SearchResult:
     num_priced: int
     least_bound_s: float
     larger: Candidate | None
+    with_more: float | None = None
     # Of plans with nearly equal prices, the one with the fastest scheduled batches (`final_choice`), and their number.
     chosen: Candidate | None = None
     num_finalists: int = 0
@@ -325,6 +332,7 @@ class _Search:
             num_priced=len(self._priced),
             least_bound_s=least_bound_s,
             larger=self._larger(candidates[0]),
+            with_more=self._with_more(candidates[0]),
         )
 
     def _may_fit(self, row: Row, least_bytes: Callable[[Row, bool], float]) -> bool:
@@ -382,6 +390,16 @@ class _Search:
             if needed < least_bytes and self._mean_s(pricer, row, lambda least_s: least_s < step_s):
                 least_bytes, found = needed, pricer
         return None if found is None else found.candidate()
+
+    def _with_more(self, fastest: Candidate) -> float | None:
+        """`SearchResult.with_more`."""
+        if not fastest.plan.checkpointing or self._pinned is not None:
+            return None
+        pricer = PlanPricer(without_recomputed(fastest.plan), *self._about)
+        limit_bytes = self._budget_bytes + MORE_GIB * 2**30
+        if pricer.needed_bytes(np.nextafter(limit_bytes, np.inf)) > limit_bytes:
+            pricer = JustEnough(self._spec, self._config.model.trained, limit_bytes).of(pricer)
+        return None if pricer is None else pricer.mean_step_s() / fastest.step_s
 
     def _nearest_misses(self) -> list[tuple[float, int, bool]]:
         """The rows that memory excludes: (least bytes, row, whether all layers are recomputed), least bytes first."""

@@ -9,7 +9,7 @@ from dflop.config import Config
 from dflop.costs import CostModel, launch_bound_load
 from dflop.models.loads import main_load
 from dflop.search.baseline import TODAY, Baseline
-from dflop.search.best_first import FINALISTS_PERCENT, SearchResult, more_than
+from dflop.search.best_first import FINALISTS_PERCENT, MORE_GIB, SearchResult, more_than
 from dflop.search.candidate import Candidate
 from dflop.search.loader_processes import LoadingNeed
 
@@ -191,7 +191,10 @@ def _next_constraint(result: SearchResult, config: Config, costs: CostModel) -> 
     if larger := result.larger:
         needed_gib = max(larger.memory_bytes.values()) / 2**30
         more = f"{more_than(config.cluster.memory_gib, needed_gib)} memory per device ({needed_gib:.3g} GiB)"
-        return f"with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
+        said = f"with {more}, {larger.plan} would take {larger.step_s / best.step_s:.2f}x as long"
+        if result.with_more and config.cluster.memory_gib >= MORE_GIB:
+            said += f"; with {MORE_GIB} GiB more, the fastest plan here would take {result.with_more:.2f}x as long"
+        return said
     ways = {
         "bubble": "the pipeline's fill and drain; a larger `train.global_batch_size` gives it more microbatches",
         "bridge": "features on their way to the LLM; a faster `cluster.inter_node_gbps` or encoders nearby",

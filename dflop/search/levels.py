@@ -17,7 +17,7 @@ from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 
-__all__ = ["Counts", "Levels", "Recomputed", "at_levels", "of_stages", "with_recomputed"]
+__all__ = ["Counts", "Levels", "Recomputed", "at_levels", "of_stages", "with_recomputed", "without_recomputed"]
 
 # By module, a level on each of its pipeline ranks, [pp].
 Counts = Mapping[str, np.ndarray]
@@ -70,11 +70,11 @@ class Levels:
 
 def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_attention: bool = False) -> Plan:
     """The plan at these levels of its devices. A device's chunks take turns in recomputing."""
-    plain = [replace(grid, recomputed=(), attention_kept=()) for grid in plan.grids]
+    nothing = without_recomputed(plan)
     if not any(own.any() for own in levels.values()):
-        return replace(plan, grids=tuple(plain), checkpointing=False)
+        return nothing
     grids, is_everything = [], True
-    for grid in plain:
+    for grid in nothing.grids:
         layers = tuple(len(part) for part in plan.layers_of(grid.module, spec.module(grid.module).num_layers))
         is_spared = spares_attention and grid.module == "llm"
         on_devices = np.reshape(layers, (-1, grid.pp)).sum(axis=0)
@@ -83,7 +83,13 @@ def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_atten
         kept = recomputed.attention_kept if any(recomputed.attention_kept) else ()
         grids.append(replace(grid, recomputed=recomputed.layers, attention_kept=kept))
         is_everything &= recomputed.layers == layers and not kept
-    return replace(plan, grids=tuple(plain if is_everything else grids), checkpointing=True)
+    return replace(plan, grids=nothing.grids if is_everything else tuple(grids), checkpointing=True)
+
+
+def without_recomputed(plan: Plan) -> Plan:
+    """The plan with no layer recomputed."""
+    grids = tuple(replace(grid, recomputed=(), attention_kept=()) for grid in plan.grids)
+    return replace(plan, grids=grids, checkpointing=False)
 
 
 def at_levels(levels: np.ndarray, num_layers: np.ndarray, *, spares_attention: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -50,9 +50,7 @@ def test_costs_that_say_nothing_of_kept_attention_refuse_a_plan_that_has_it(make
     llm = dataclasses.replace(plan.grid("llm"), recomputed=(2, 2), attention_kept=(1, 0))
     plan = dataclasses.replace(plan, grids=(plan.grids[0], llm))
     assert make_pricer(plan).plan == plan
-    with pytest.raises(
-        UserError, match=r"`grids.llm.attention_kept`, and costs do not .* run `dflop profile-costs`"
-    ):
+    with pytest.raises(UserError, match=r"`grids.llm.attention_kept`, and costs do not .* run `dflop profile-costs`"):
         make_pricer(plan, model=dataclasses.replace(costs, attention_bytes={}))
 
 

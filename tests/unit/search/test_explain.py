@@ -121,9 +121,15 @@ def test_baselines_stand_beside_the_plan_and_the_faster_of_them_are_said(search,
     assert faster_baselines_note(found, faster).endswith(f"{baselines[0].name} 0.50x as long")
 
 
-def test_a_plan_that_is_bound_by_memory_says_that_it_recomputes(search, costs):
+def test_a_plan_that_is_bound_by_memory_says_that_it_recomputes(search, costs, monkeypatch):
     config = make_config(4, 8, memory_gib=0.0095)
     said = yaml.safe_load(describe_choice(search(config), [], config, costs))
+    for module in ("best_first", "explain"):
+        monkeypatch.setattr(f"dflop.search.{module}.MORE_GIB", 0.005)
+    with_more = search(config)
+    more = yaml.safe_load(describe_choice(with_more, [], config, costs))["next"]
+    assert more.endswith(f"; with 0.005 GiB more, the fastest plan here would take {with_more.with_more:.2f}x as long")
+    assert with_more.with_more < 1
     assert said["plan"]["checkpointing"]
     assert "bound by memory (it recomputes some layers: kept, they would not fit into 0.0095 GiB)" in said["why"]
 

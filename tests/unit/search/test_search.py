@@ -186,3 +186,5 @@ def test_more_memory_lets_the_chosen_plan_recompute_fewer_layers(search):
     assert dataclasses.replace(larger, grids=best.grids, checkpointing=True) == best  # but for what is recomputed
     counts = [sum(sum(plan.recomputed_of(name, 4)) for name in ("vision", "llm")) for plan in (larger, best)]
     assert counts[0] < counts[1]
+    assert roomy.with_more is None
+    assert tight.with_more == pytest.approx(roomy.best.step_s / tight.best.step_s)  # nothing is recomputed any more
