@@ -8,8 +8,9 @@ so that relative errors count, and weighted down where they are outliers of a no
 
 The backward of a recomputed layer takes the time of another layer's backward and forward together. Where costs are
 measured, recomputed layers have no fit of their own: the noise between two fits is as large as the time of recomputing
-one layer. Counted costs have no noise, and count what is recomputed: torch stops an eager layer at the last tensor that
-backward reads, so its last matrix product is not repeated.
+one layer. Counted costs have no noise, and count what is recomputed: torch stops a layer at the last tensor that
+backward reads, so its last matrix product is not repeated. A layer that is recomputed but for attention repeats what
+its forward takes without growing with squared lengths (`CostModel.part_forms`).
 
 Whole stages (`whole`: embedding to loss, at depths between the fitted ones, some with recomputed layers) are kept out
 of every fit. The error of their predictions is `fit_error`.
