@@ -66,7 +66,7 @@ PLANS = {
         plan(
             "monolithic",
             vision(8, **SHARED, recomputed=(26,)),
-            llm(8, **SHARED, recomputed=(17,)),
+            llm(8, **SHARED, recomputed=(17,), attention_kept=(9,)),
             2,
             checkpointing=True,
         ),
@@ -76,7 +76,7 @@ PLANS = {
         plan(
             "disjoint",
             vision(2, recomputed=(10,)),
-            llm(8, tp=2, pp=4, rank_offset=2, recomputed=(5, 4, 2, 0)),
+            llm(8, tp=2, pp=4, rank_offset=2, recomputed=(5, 4, 2, 0), attention_kept=(2, 4, 1, 0)),
             8,
             checkpointing=True,
         ),
