@@ -2,6 +2,7 @@
 layers recomputed as a whole alone, as they train, and on devices without a limit.
 
     python tests/benchmarks/memory_worth.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
+        [--unshared]
 
 H100s, tp 1 and 2, analytic costs. FOLDER, the mixes and `--artifacts` are `regret.py`'s. All steps are prices of the
 fastest plan.
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", choices=regret.BATCH_SIZES, default=[8, 64])
     parser.add_argument("--mixes", choices=regret.MIXES, nargs="+", default=["ordinary", "clips 5 %", "pictures"])
     parser.add_argument("--artifacts", type=Path, help="a folder to keep costs in")
+    parser.add_argument("--unshared", action="store_true", help="plans in which no replicas share samples")
     arguments = parser.parse_args()
     planner.FAMILIES |= regret.MODELS
     print(f"python {' '.join(sys.argv)}\n\ntorch's  whole   ours endless  of torch's: whole, ours, endless", flush=True)
@@ -49,7 +51,7 @@ def main() -> None:
                 planner.SHARES = regret.MIXES[mix]
                 planner.write_mix(arguments.shapes, folder, preset)
                 for num_devices in arguments.devices:
-                    print_row(folder, preset, mix, num_devices, torchs, ours)
+                    print_row(folder, preset, mix, num_devices, torchs, ours, is_shared=not arguments.unshared)
 
 
 def costs_of(spec: ModelSpec, *, is_torchs: bool) -> dict[str, object]:
@@ -65,8 +67,12 @@ def costs_of(spec: ModelSpec, *, is_torchs: bool) -> dict[str, object]:
     return {name: getattr(model, name) for name in names}
 
 
-def print_row(folder: Path, preset: str, mix: str, num_devices: int, torchs: dict, ours: dict) -> None:
+def print_row(
+    folder: Path, preset: str, mix: str, num_devices: int, torchs: dict, ours: dict, *, is_shared: bool
+) -> None:
     config, spec, costs, samples = planner.read_inputs(folder, preset, num_devices, regret.BATCH_SIZES[num_devices])
+    if not is_shared:
+        config = replace(config, plan=replace(config.plan, cp_sizes=[1]))
     endless = replace(config, cluster=replace(config.cluster, memory_gib=ENDLESS_GIB))
     whole_alone = {"attention_bytes": {}}
     tried = ((config, torchs | whole_alone), (config, ours | whole_alone), (config, ours), (endless, torchs))
