@@ -18,7 +18,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ import regret
 import yaml
 
 from dflop.base import UserError
-from dflop.checks.side_by_side import Contender, contenders, counted_steps, measure_rows
+from dflop.checks.side_by_side import Clocked, Contender, contenders, counted_steps, measure_rows
 from dflop.comparison.systems.fsdp_balanced import SYSTEM as BALANCED
 from dflop.config import Config, load_config
 from dflop.costs import CostModel
@@ -150,15 +150,28 @@ def print_clock(folder: Path, num_steps: int) -> None:
     rows.append(row_of(WHOLE, [1], num_steps, config, spec, costs, samples))
     with contextlib.chdir(folder):  # which the paths of the data begin at
         clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
-    ours = np.array(clocked[SHARED].seconds)
-    predicted = {row.name: row.row.step_s for row in rows}
-    print(" step  over ours  predicted, over ours")
-    for name, own in clocked.items():
-        own_s = predicted.get(name, np.nan)
-        over = np.median(np.array(own.seconds) / ours)
-        print(f"{np.median(own.seconds):5.3f} {over:10.3f} {own_s:10.3f} {own_s / predicted[SHARED]:10.3f}  {name}")
+    print_steps(clocked, rows)
     for row in rows:
         print(f"{row.name}: {row.plan}")
+
+
+def print_steps(clocked: Mapping[str, Clocked], rows: Sequence[Contender]) -> None:
+    """Each row's steps, then their sums, measured and predicted, and those over ours."""
+    names = list(clocked)
+    measured = {name: np.array(own.seconds) for name, own in clocked.items()}
+    predicted = {
+        row.name: np.array([step.step_s for step in row.schedules[-len(measured[row.name]) :]]) for row in rows
+    }
+    print("step  longest, tokens  " + "  ".join(names) + "; predicted")
+    longest = [int(max(step.sample_tokens)) for step in rows[0].schedules[-len(measured[SHARED]) :]]
+    for step, tokens in enumerate(longest):
+        figures = [f"{own[step]:6.2f}" for own in (*measured.values(), *predicted.values())]
+        print(f"{step:4}  {tokens:6}  {' '.join(figures)}")
+    print("   sum  over ours  predicted, over ours")
+    for name, own in measured.items():
+        own_s = predicted.get(name, np.array([np.nan])).sum()
+        over, of_predicted = own.sum() / measured[SHARED].sum(), own_s / predicted[SHARED].sum()
+        print(f"{own.sum():6.2f} {over:10.3f} {own_s:10.2f} {of_predicted:10.3f}  {name}")
 
 
 def row_of(
