@@ -121,8 +121,8 @@ def search_plans(
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
     Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched first, those of more replicas before
-    others, and then only for plans as fast as these. They are priced as if shares were samples, which may lie on any
-    replicas.
+    others. Smaller sizes are searched for plans as fast as these, in layouts where they may be faster. All are priced
+    as if shares were samples, which may lie on any replicas.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -139,16 +139,19 @@ def search_plans(
         num_plans = num_before + total
         progress(num_before + done, num_plans)
 
+    above = None
     for number, cp in enumerate((*reversed(sizes[:num_first]), *sizes[num_first:])):
         if found and number >= num_first:
             break
         num_before = num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
-            own = _search_with(config, spec, costs, divided, go_on, cp=cp, beside=found, **how)
+            own = _search_with(config, spec, costs, divided, go_on, cp=cp, above=above, beside=found, **how)
         except UserError as error:
             trouble = error
             continue
+        if number < num_first:
+            above = cp
         if own is not None:
             found = own if found is None else found.merged(own)
     if found is None:
@@ -184,6 +187,7 @@ def _search_with(
     splits_evenly: bool,
     compares: bool,
     cp: int,
+    above: int | None,
     beside: SearchResult | None,
 ) -> SearchResult | None:
     """`search_plans` of one `cp`; None where no such plan would be a finalist beside what was found before.
@@ -192,7 +196,7 @@ def _search_with(
         UserError: when the space is empty or nothing fits.
     """
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
-    rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp)
+    rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp, above=above)
     if rows.is_empty():
         return None
     links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])
@@ -202,7 +206,7 @@ def _search_with(
     num_certain = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
     search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_certain, pinned)
     if beside:
-        search.limit_s = search.threshold_s = (1 + FINALISTS_PERCENT / 100) * beside.candidates[0].step_s
+        search.limit_s = search.threshold_s = beside.candidates[0].step_s
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()
