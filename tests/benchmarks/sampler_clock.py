@@ -4,7 +4,8 @@
 
 A tiny Llama trains on texts of real lengths over eight. Batches are padded to their longest, or a batch's samples are
 computed one by one, so that their costs add up. Each sampler computes its next step, then the next sampler does; ranks
-meet before and after. Printed are seconds a sample, torch's random batches = 1.
+meet before and after. Printed are seconds a token, torch's random batches = 1: by the clock; those for which the
+busiest rank of each step used its core, which other work on the machine changes less; and as `sampler.py` predicts.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from sampler import THEIRS, balanced_batches, read_lengths
+from sampler import OURS, THEIRS, cost, read_lengths
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,31 +46,37 @@ def measure(rank: int, store: str, lengths: np.ndarray, num_steps: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)))
     if rank == 0:
-        print(f"| size x accumulation | batches | {' | '.join([*THEIRS, 'ours, equal sizes', 'ours'])} |")
+        print(f"| size x accumulation | batches | by | {' | '.join([*THEIRS, *OURS])} |")
     for batch_size, accumulation in LAYOUTS:
         for padded in (True, False):
             layout = (lengths, NUM_RANKS, batch_size, accumulation, num_steps * accumulation)
-            batches = {name: make(*layout)[rank] for name, make in THEIRS.items()}
-            for name, equal_sizes in (("ours, equal sizes", True), ("ours", False)):
-                ours = balanced_batches(*layout, padded=padded, sync="step", equal_sizes=equal_sizes)
-                batches[name] = ours[rank]
-            seconds, samples = dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0)
+            batches = {name: make(*layout) for name, make in THEIRS.items()}
+            batches |= {name: make(*layout, padded=padded, sync="step") for name, make in OURS.items()}
+            seconds = {name: torch.zeros(2, dtype=torch.float64) for name in batches}
             for step in range(num_steps):
                 for name, some in batches.items():
-                    mine = some[step * accumulation : (step + 1) * accumulation]
+                    mine = some[rank][step * accumulation : (step + 1) * accumulation]
                     dist.barrier()
-                    begin = time.perf_counter()
+                    begin, begin_on_core = time.perf_counter(), time.thread_time()
                     train(model, lengths, mine, padded)
+                    on_core = time.thread_time() - begin_on_core
                     dist.barrier()
+                    busiest = torch.tensor([time.perf_counter() - begin, on_core], dtype=torch.float64)
+                    dist.all_reduce(busiest, dist.ReduceOp.MAX)
                     if step:  # the first one makes DDP's buckets
-                        seconds[name] += time.perf_counter() - begin
-                        samples[name] += sum(map(len, mine))
-            count = torch.tensor(list(samples.values()))
-            dist.all_reduce(count)
-            each = np.array(list(seconds.values())) / count.numpy()
+                        seconds[name] += busiest
             if rank == 0:
-                cells = " | ".join(f"{value:.3f}" for value in each / each[0])
-                print(f"| {batch_size} x {accumulation} | {'padded' if padded else 'add up'} | {cells} |", flush=True)
+                rows = {"clock": [], "core": [], "predicted": []}
+                for name, some in batches.items():
+                    counted = [own[accumulation : num_steps * accumulation] for own in some]
+                    tokens = sum(lengths[batch].sum() for own in counted for batch in own)
+                    predicted = cost(lengths, counted, accumulation, padded, "step")
+                    for by, value in zip(rows, (*(seconds[name] / tokens).tolist(), predicted), strict=True):
+                        rows[by].append(value)
+                for by, values in rows.items():
+                    cells = " | ".join(f"{value / values[0]:.3f}" for value in values)
+                    how = "padded" if padded else "add up"
+                    print(f"| {batch_size} x {accumulation} | {how} | {by} | {cells} |", flush=True)
     dist.destroy_process_group()
 
 
