@@ -37,7 +37,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """`fitted[kind, scope, num_ranks]`: kind p2p or gradient_sync, scope intra (one node) or inter (several)."""
+    """`fitted[kind, scope, num_ranks]`: kind p2p, exchange or gradient_sync, scope intra (one node) or inter
+    (several)."""
 
     fitted: dict[tuple[str, str, int], Link] = field(default_factory=dict)
 
@@ -54,13 +55,16 @@ class LinkModel:
 
         A gradient sync is a reduce-scatter of gradients and an all-gather of parameters. It is scaled to n ranks as a
         ring, which takes 2(n - 1) steps of 1/n of the bytes each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-        algorithms for clusters of workstations", 2009).
+        algorithms for clusters of workstations", 2009). The bytes of an exchange are those that come to a rank: their
+        time hardly depends on how many ranks send them.
         """
         measured = [size for known, where, size in self.fitted if (known, where) == (kind, scope)]
         if not measured:
             return None
         nearest = min(measured, key=lambda size: (abs(math.log(size / num_ranks)), size))
         link, more_steps = self.fitted[kind, scope, nearest], (num_ranks - 1) / (nearest - 1)
+        if kind == "exchange":
+            return link
         return Link(link.latency_s * more_steps, link.bytes_per_s / more_steps * num_ranks / nearest)
 
 

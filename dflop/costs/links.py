@@ -25,6 +25,8 @@ from dflop.base.local_device import local_device
 from dflop.base.message_group import message_group
 from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.costs.link_model import COMMUNICATOR
+from dflop.models.microbatch import Exchange
+from dflop.models.shared_samples import exchanged
 from dflop.store import LINKS_SCHEMA, write_parquet
 
 __all__ = ["LinkGroup", "communicator_row", "groups_to_measure", "main", "sizes_up_to"]
@@ -37,11 +39,13 @@ _LEAST_SIZES = 3
 # together.
 _MOST_RUNS, _BYTES_OF_RUNS = 16, 2**20
 _COMMUNICATOR_VALUES = 2**22
+_ROW = 32  # values of an exchanged row: 1 KiB is one row for each of seven others
 
 
 @dataclass(frozen=True, slots=True)
 class LinkGroup:
-    """Ranks to measure together; `kind` is p2p or gradient_sync, `scope` intra (one node) or inter (several)."""
+    """Ranks to measure together; `kind` is p2p, exchange or gradient_sync, `scope` intra (one node) or inter
+    (several)."""
 
     kind: str
     scope: str
@@ -49,13 +53,16 @@ class LinkGroup:
 
 
 def groups_to_measure(num_nodes: int, per_node: int) -> list[LinkGroup]:
-    """A pair, then 2, 4, … and all ranks: first inside a node, then over nodes.
+    """A pair, then 2, 4, … and all ranks: first inside a node, then over nodes. Inside a node, as many as may share a
+    sample also exchange keys and values.
 
     Ranks are consecutive, as a stage's replicas are. Small groups over nodes have half of their ranks on either node.
     """
     groups = []
     if per_node > 1:
         groups.append(LinkGroup("p2p", "intra", (0, 1)))
+        sizes = (size for size in (2, 4, 8) if size <= per_node)
+        groups += [LinkGroup("exchange", "intra", tuple(range(size))) for size in sizes]
         groups += [LinkGroup("gradient_sync", "intra", tuple(range(size))) for size in _doublings(per_node)]
     if num_nodes > 1:
         groups.append(LinkGroup("p2p", "inter", (per_node - 1, per_node)))
@@ -86,15 +93,16 @@ def _measure(
     repeats of one.
     """
     rows = []
-    of_sums = dict.fromkeys(group.ranks for group in groups if group.kind == "gradient_sync")
-    members = {("gradient_sync", ranks): dist.new_group(ranks, timeout=_TIMEOUT) for ranks in of_sums}
+    of_all = dict.fromkeys(group.ranks for group in groups if group.kind != "p2p")
+    members = {ranks: dist.new_group(ranks, timeout=_TIMEOUT) for ranks in of_all}
     messages = message_group(device, _TIMEOUT)
     for group in groups:
         own_sizes = list(sizes)
         for repeat in range(repeats):
             for count, num_bytes in enumerate(own_sizes, start=1):
                 progress(f"{group.kind} {group.scope}, {len(group.ranks)} ranks, {num_bytes:,} bytes")
-                seconds = _time(group, members.get((group.kind, group.ranks), messages), num_bytes, device)
+                among = messages if group.kind == "p2p" else members[group.ranks]
+                seconds = _time(group, among, num_bytes, device)
                 rows.append((group.kind, group.scope, len(group.ranks), num_bytes, seconds, repeat))
                 if repeat == 0 and count >= _LEAST_SIZES and seconds > _LONGEST_TRANSFER_S:
                     own_sizes = sizes[:count]
@@ -144,6 +152,8 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     The time of a transfer is half a round trip by the first rank's clock: the clocks of two hosts differ, and ranks
     leave a barrier further apart in time than a short message takes.
     """
+    if group.kind == "exchange":
+        return _time_exchange(members, values)
     if group.kind == "gradient_sync":
         dist.barrier(members)
         started = _now(values.device)
@@ -164,6 +174,22 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     dist.isend(values, dst=second, group=members).wait()
     dist.irecv(values, src=second, group=members).wait()
     return (_now(values.device) - started) / 2
+
+
+def _time_exchange(members: dist.ProcessGroup, received: torch.Tensor) -> float:
+    """Seconds in which each rank gets `received` from all others together, as many rows from each, and puts it behind
+    its own rows: what a layer does where samples are shared (`models.shared_samples`)."""
+    num_others = members.size() - 1
+    rows = received[: len(received) // num_others // _ROW * num_others * _ROW].view(-1, _ROW)
+    own = rows[: len(rows) // num_others]
+    counts = tuple(len(own) * (member != members.rank()) for member in range(members.size()))
+    sent = torch.arange(len(own), device=own.device).repeat(num_others)
+    exchange = Exchange(rows=sent, num_sent=counts, num_received=counts, group=members)
+    order = torch.arange(len(own) + len(rows), device=own.device)
+    dist.barrier(members)
+    started = _now(own.device)
+    torch.cat([own, exchanged(own, exchange)]).index_select(0, order)
+    return _now(own.device) - started
 
 
 def _now(device: torch.device) -> float:

@@ -30,7 +30,7 @@ PACKED = "dflop_packed"
 _FLASH = {"flash-attn 3": "flash_attn_interface", "flash-attn 2": "flash_attn"}
 
 # How many queries a mask is made for at a time, where keys are more than queries.
-_QUERIES_AT_ONCE = 1024
+_QUERIES_AT_ONCE = 256
 # Where torch's kernel for fp32 that keeps no matrix of a segment's squared length needs as many key-value heads as
 # queries. CPUs have one that does not.
 _REPEATS_HEADS_ON = {"cuda"}

@@ -146,20 +146,22 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     Raises:
         UserError: no assignment that fits was found.
     """
-    needed_bytes = np.inf
+    alone, found_bytes = alone_bytes(pricer, shapes).max(), []  # no assignment needs less than the fullest sample alone
     num_buckets, num_microbatches = pricer.plan.num_buckets, pricer.plan.num_microbatches
     drawn = (dealt_at_random(len(shapes), num_buckets, rng) for _ in range(_NUM_DRAWN))
     others = (pricer.assign(shapes, *np.divmod(cell, num_microbatches)) for cell in drawn)
     even = _even_in_bytes(pricer, shapes)
     tries = ((start, 0.0) for start in itertools.chain(starts, [even], others))
-    for start, fuller in itertools.chain(tries, [(even, _FULLER)] * _NUM_DRAWN):
+    tries = itertools.chain(tries, [(even, _FULLER)] * _NUM_DRAWN) if alone <= pricer.memory.limit_bytes else ()
+    for start, fuller in tries:
         assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, fuller, rng)
         if own_bytes <= pricer.memory.limit_bytes:
             return assignment
-        needed_bytes = min(needed_bytes, own_bytes)
+        found_bytes.append(own_bytes)
+    best = _gib(min(found_bytes, default=alone))
     raise UserError(
         f"no assignment of the batch was found that fits into `cluster.memory_gib` = "
-        f"{_gib(pricer.memory.limit_bytes)} with {pricer.plan}; the best takes {_gib(needed_bytes)} GiB of a device: "
+        f"{_gib(pricer.memory.limit_bytes)} with {pricer.plan}; the best takes {best} GiB of a device: "
         "use a plan with more microbatches, pipeline stages or recomputed layers (`plan.fixed.checkpointing: true` "
         "recomputes all), or lower `train.global_batch_size`"
     )

@@ -44,7 +44,7 @@ from dflop.schedule.global_batches import EvaluationBatches, GlobalBatches
 from dflop.schedule.memory_limit import fits, fitted
 from dflop.schedule.microbatch_sizes import ideal_shares
 from dflop.schedule.pricer import Pricer
-from dflop.schedule.sharing import FILLS, deal_shares, degrees_of
+from dflop.schedule.shared_batches import with_shares
 from dflop.schedule.step_schedule import StepSchedule, schedule_of
 from dflop.schedule.step_search import StepSearch
 from dflop.shapes import SampleShapes
@@ -59,10 +59,10 @@ MOST_BUCKETS = 256
 _MOST_ROUNDS, _LEAST_GAIN, _SHARE_OF_STEP = 20, 5e-4, 0.25
 # The number of a run's batches that are checked before it starts, at 1 to 20 ms each.
 MOST_CHECKED = 1000
+# Of these, how many are checked where replicas share samples, which takes ten times as long.
+_MOST_FULLEST = 50
 # Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
 FLATTER = (0.8, 0.6, 0.4, 0.2)
-# How often a batch with shared samples is dealt until it fits, with ever more equal buckets.
-_MOST_DEALT = 6
 Packed = TypeVar("Packed")
 
 
@@ -124,59 +124,19 @@ class BatchScheduler:
     ) -> tuple[SampleShapes, Assignment, str, int] | None:
         """The batch with its long samples shared or whole, whichever is faster, and as `_decide`; None where the plan
         shares none, no sample is long, or nothing that was tried fits into memory."""
-        pricer, llm = self.pricer, self.pricer.plan.grid("llm")
-        if pricer.divider is None:
+        if self.pricer.divider is None:
             return None
-        problem, tried = pricer.problem(shapes), {}
-        for fill in reversed(FILLS):
-            degree = degrees_of(problem.loads_s, shapes, pricer.plan.num_buckets, llm.cp, fill)
-            tried[degree.tobytes()] = f"shares of {fill:g}", degree
-        if all((degree == 1).all() for _, degree in tried.values()):
-            return None
-        starts = []
-        for name, degree in tried.values():
-            divided = pricer.divider.divided(shapes, degree)
-            starts.append((divided, self._with_shares(divided, degree, name)))
-        in_order = sorted((start for start in starts if start[1].step_s < np.inf), key=lambda start: start[1].step_s)
+        problem = self.pricer.problem(shapes)
+        seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
+        num_trials = self.num_trials if policy.searches else 0
+        shared = with_shares(self.pricer, shapes, problem.loads_s, num_trials, seed)
+        if shared is None or problem.loads_s.max() >= shared.step_s:  # the longest sample alone takes longer
+            return shared and shared[:4]
         try:
             whole = self._decide(shapes, problem, step, policy)
-            whole_s = pricer.step_s(shapes, whole[0])
         except UserError:  # whole samples do not fit
-            whole, whole_s = None, np.inf
-        for number, (divided, start) in enumerate(in_order):
-            found, step_s = start.assignment, start.step_s
-            if policy.searches:
-                seed = int(np.random.default_rng([self._seed, step]).integers(2**31))
-                found, step_s = StepSearch(pricer, divided).improve(found, self.num_trials, seed)
-            if np.isfinite(step_s) and fits(pricer, divided, found):
-                if whole_s <= step_s:
-                    break
-                return divided, found, f"{start.name}, search {step_s / start.step_s - 1:+.1%}", number
-        return whole and (shapes, *whole)
-
-    def _with_shares(self, divided: SampleShapes, degree: np.ndarray, name: str) -> "_Start":
-        """A batch whose samples have `degree` rows each, dealt so that it fits into memory, or needs as little as any
-        way that was tried. Its step is infinite where a bucket would be empty."""
-        pricer, plan = self.pricer, self.pricer.plan
-        loads_s = pricer.problem(divided).loads_s
-        row_bytes = np.maximum(1.0, pricer.memory.bytes_of_rows(pricer.alone(divided)))
-        found, least_bytes, most_bytes, fewer = None, np.inf, np.inf, 1.0
-        for _ in range(_MOST_DEALT):
-            dealt = deal_shares(loads_s, row_bytes, degree, plan.grid("llm"), plan.num_microbatches, most_bytes)
-            start = self._start(divided, name, *dealt)
-            bucket = np.ravel_multi_index(dealt, (plan.grid("llm").dp, plan.num_microbatches))
-            filled = np.bincount(bucket, row_bytes, plan.num_buckets)
-            if not filled.all():
-                start = start._replace(step_s=np.inf)
-            needed = max(pricer.memory_bytes(divided, start.assignment).values())
-            if found is None or needed < least_bytes:
-                found, least_bytes = start, needed
-            if needed <= pricer.memory.limit_bytes:
-                break
-            if most_bytes == np.inf:  # in equal parts down to equal buckets
-                most_bytes, fewer = filled.max(), (filled.mean() / filled.max()) ** (1 / (_MOST_DEALT - 1))
-            most_bytes *= fewer
-        return found
+            return shared[:4]
+        return shared[:4] if shared.step_s < self.pricer.step_s(shapes, whole[0]) else (shapes, *whole)
 
     def priced_by(self, pricer: Pricer) -> "BatchScheduler":
         """A scheduler of the same steps with another pricer of the plan. It has to be closed like this one."""
@@ -194,18 +154,25 @@ class BatchScheduler:
         return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
 
     def check(self, num_steps: int) -> None:
-        """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled.
+        """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled; where
+        replicas share samples, those of them that keep most bytes.
 
         Raises:
             UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
         """
-        most = MOST_CHECKED if self.pricer.divider is None else MOST_CHECKED // 10  # sharing takes ten times as long
-        for step in range(min(num_steps, most)):
+        steps = range(min(num_steps, MOST_CHECKED))
+        for step in steps if self.pricer.divider is None else self.fullest(len(steps), _MOST_FULLEST):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
             quick = quick_buckets(problem.loads_s, problem.num_buckets)
             if not fits(self.pricer, shapes, self._split(shapes, problem, quick)):
                 self.schedule(step, LPT.name)
+
+    def fullest(self, num_steps: int, count: int) -> list[int]:
+        """Of the first steps, those whose batches keep most bytes on all devices together, the fullest first."""
+        row_bytes = self.pricer.memory.bytes_of_rows(self.pricer.alone(self.samples))
+        of_steps = np.array([row_bytes[self.batches[step]].sum() for step in range(num_steps)])
+        return np.argsort(-of_steps, kind="stable")[:count].tolist()
 
     def close(self) -> None:
         """End the CBC process, if there is one."""

@@ -49,8 +49,8 @@ def deal_shares(
     `loads` is [num_rows, num_loads] and `row_bytes` [num_rows]. The shares of a sample get neighbouring replicas, those
     of an aligned group, in one microbatch. As replicas meet in each layer (`Grid.num_meeting`), a microbatch lasts as
     long for all of them as for the slowest: a sample goes where the sum of these is least, so that long ones share
-    microbatches. As long as there is another bucket, none gets more than `most_bytes`; and none stays empty if that
-    can be.
+    microbatches. As long as there is another bucket, none gets more than `most_bytes` in several rows; and none
+    stays empty if that can be.
     """
     first = np.cumsum(degree) - degree
     of_samples = np.maximum.reduceat(loads.max(axis=1), first)
@@ -79,7 +79,8 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
             group, after, exceeds = begin // num_meeting, 0.0, False
             for place in range(size):
                 exceeds = exceeds or (fills_empty and filled[begin + place, own] > 0.0)
-                exceeds = exceeds or filled[begin + place, own] + row_bytes[row + place] > most_bytes
+                held_bytes = filled[begin + place, own]
+                exceeds = exceeds or (held_bytes > 0.0 and held_bytes + row_bytes[row + place] > most_bytes)
                 for load in range(num_loads):
                     after = max(after, held[begin + place, own, load] + loads[row + place, load])
             total = totals[group] + max(0.0, after - slowest[group, own])

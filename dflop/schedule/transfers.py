@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from dflop.base.devices import MESSAGE_BYTES_PER_S
+from dflop.base.devices import EXCHANGE_SHARE, MESSAGE_BYTES_PER_S
 from dflop.base.kernels import kernel
 from dflop.config import ClusterConfig
 from dflop.costs import Link, LinkModel
@@ -156,7 +156,7 @@ class Transfers:
         size, per_node = llm.cp * llm.tp, self._cluster.devices_per_node
         firsts = np.arange(llm.rank_offset, llm.rank_offset + llm.num_ranks, size)
         is_intra = bool((firsts // per_node == (firsts + size - 1) // per_node).all())
-        return 1 / find_link(self._links, self._cluster, "p2p", is_intra).bytes_per_s
+        return 1 / find_link(self._links, self._cluster, "exchange", is_intra, llm.cp).bytes_per_s
 
     def _sync_link(self, stage: StageReplicas, replicas: np.ndarray) -> Link:
         """The link of gradient syncs among groups of a stage's replicas [num_groups, num_members], for the slowest."""
@@ -215,15 +215,20 @@ def find_link(
     A configured gradient sync is taken to be a ring over each network card. Between nodes it has the cards of all its
     ranks in a node, as far as the node's own links keep up: with 8 ranks in every node, 8 times the bandwidth of one.
     `num_cards` are those of the node that has fewest. A message from one rank to another has one card, and on GPUs no
-    more than its few thread blocks carry.
+    more than its few thread blocks carry. An exchange where messages alone were measured has their link.
     """
-    measured = links.find(kind, "intra" if is_intra else "inter", num_ranks)
+    scope = "intra" if is_intra else "inter"
+    measured = links.find(kind, scope, num_ranks)
+    if measured is None and kind == "exchange":
+        measured = links.find("p2p", scope, 2)
     if measured is not None:
         return measured
     gbps = cluster.intra_node_gbps if is_intra else cluster.inter_node_gbps
     if not is_intra:
         gbps = min(num_cards * gbps, max(gbps, cluster.intra_node_gbps))
     bytes_per_s = gbps * 1e9 / 8
+    if kind == "exchange":
+        return Link(0.0, bytes_per_s * EXCHANGE_SHARE if cluster.device == "cuda" else bytes_per_s)
     if kind == "p2p":
         return Link(0.0, min(bytes_per_s, MESSAGE_BYTES_PER_S) if cluster.device == "cuda" else bytes_per_s)
     return Link(0.0, bytes_per_s * num_ranks / (2 * (num_ranks - 1)))

@@ -102,6 +102,7 @@ def search_with(
     splits_evenly: bool,
     compares: bool,
     cp: int,
+    above: int | None,
     beside: SearchResult | None,
 ) -> SearchResult | None:
     """`search_plans` with one `cp`; None where no such plan would be a finalist beside what was found before.
@@ -110,7 +111,7 @@ def search_with(
         UserError: when the space is empty or nothing fits.
     """
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
-    rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp)
+    rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp, above=above)
     if rows.is_empty():
         return None
     links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])
@@ -120,7 +121,7 @@ def search_with(
     num_certain = _NUM_COMPARED if compares or len(rows) <= _FEW_PLANS else 1
     search = _Search(config, spec, costs, batches, rows, splits, bounds, links, policy, num_certain, pinned)
     if beside:
-        search.limit_s = search.threshold_s = (1 + FINALISTS_PERCENT / 100) * beside.candidates[0].step_s
+        search.limit_s = search.threshold_s = beside.candidates[0].step_s
     mean_s = bounds.means()
     order = np.argsort(mean_s, kind="stable")
     least_s, order = mean_s[order].tolist(), order.tolist()

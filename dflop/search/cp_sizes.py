@@ -39,8 +39,8 @@ def search_plans(
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
     Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched first, those of more replicas before
-    others, and then only for plans as fast as these. They are priced as if shares were samples, which may lie on any
-    replicas.
+    others. Smaller sizes are searched for plans as fast as these, in layouts where they may be faster. All are priced
+    as if shares were samples, which may lie on any replicas.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -57,16 +57,19 @@ def search_plans(
         num_plans = num_before + total
         progress(num_before + done, num_plans)
 
+    above = None
     for number, cp in enumerate((*reversed(sizes[:num_first]), *sizes[num_first:])):
         if found and number >= num_first:
             break
         num_before = num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
-            own = search_with(config, spec, costs, divided, go_on, cp=cp, beside=found, **how)
+            own = search_with(config, spec, costs, divided, go_on, cp=cp, above=above, beside=found, **how)
         except UserError as error:
             trouble = error
             continue
+        if number < num_first:
+            above = cp
         if own is not None:
             found = own if found is None else found.merged(own)
     if found is None:

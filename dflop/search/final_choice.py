@@ -19,7 +19,7 @@ from dflop.base import UserError
 from dflop.config import Config, ScheduleConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.plan import Plan
+from dflop.plan import PLACEMENTS, Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
@@ -33,10 +33,12 @@ __all__ = ["with_finalists_scheduled"]
 
 # One batch may favour a plan that is slower on the mean of others, by more than finalists differ.
 _NUM_BATCHES = 2
+# Where replicas share samples, so many of the fullest batches of an epoch's first steps have to fit.
+_NUM_FULLEST, _MOST_STEPS = 2, 200
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
-# Of a stage's layers, this part is recomputed in addition where shared samples do not fit.
-_PARTS = 8
+# Where shared samples do not fit, a stage recomputes a fourth of its layers more, of the LLM a 16th.
+_PARTS = 4, 16
 
 
 def with_finalists_scheduled(
@@ -90,15 +92,20 @@ def _with_room(
 
 
 def _recomputing_more(plan: Plan, spec: ModelSpec) -> Plan:
-    """The plan with a part of each stage's layers recomputed in addition to those that are."""
-    counts = {}
+    """The plan with a few layers of each stage recomputed in addition to those that are: of encoders on the LLM's
+    ranks as long as there are such layers, then of the LLM."""
+    recomputed, more, encoders_more = {}, {}, {}
     for grid in plan.grids:
         num_layers = spec.module(grid.module).num_layers
         layers = np.array([len(own) for own in plan.layers_of(grid.module, num_layers)])
-        recomputed = np.array(plan.recomputed_of(grid.module, num_layers))
-        more = np.minimum(layers, recomputed + -(-layers // _PARTS))
-        counts[grid.module] = more.reshape(-1, grid.pp).sum(axis=0)
-    return with_recomputed(plan, counts, spec)
+        now = np.array(plan.recomputed_of(grid.module, num_layers))
+        after = np.minimum(layers, now + -(-layers // _PARTS[grid.module == "llm"]))
+        recomputed[grid.module], more[grid.module] = (own.reshape(-1, grid.pp).sum(axis=0) for own in (now, after))
+        if grid.module != "llm" and (after > now).any():
+            encoders_more[grid.module] = more[grid.module]
+    if PLACEMENTS[plan.placement].shares_ranks and encoders_more:
+        return with_recomputed(plan, recomputed | encoders_more, spec)
+    return with_recomputed(plan, more, spec)
 
 
 def _of_llm(plan: Plan) -> Hashable:
@@ -109,11 +116,15 @@ def _of_llm(plan: Plan) -> Hashable:
 def _scheduled_s(
     candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> float:
-    """The mean step time of scheduled batches; infinite where a batch does not fit into memory."""
+    """The mean step time of scheduled batches; infinite where a batch does not fit into memory. If replicas share
+    samples, the fullest of an epoch's batches are scheduled, too."""
     pricer = pricer_of(candidate.plan, config, spec, costs)
     batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:
         try:
+            if candidate.plan.grid("llm").cp > 1:
+                for step in scheduler.fullest(min(_MOST_STEPS, batches.steps_in(1.0)), _NUM_FULLEST):
+                    scheduler.schedule(step)
             return float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
         except UserError:
             return np.inf

@@ -52,12 +52,14 @@ def enumerate_space(
     within: PlanConfig | None = None,
     pins_are: str = "plan.fixed",
     cp: int = 1,
+    above: int | None = None,
 ) -> pl.DataFrame:
     """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
     `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
     `within` come from. With `cp`, up to so many replicas of the LLM compute a sample, of one node unless it is pinned;
-    there may be no such layout.
+    there may be no such layout. Layouts that were searched with a larger size, `above`, are left out where so many
+    replicas share parameters, and so meet in each layer anyway: a smaller size makes none faster.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
@@ -69,13 +71,20 @@ def enumerate_space(
     within = within or config.plan
     check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
     rows = _rows(config, spec, layouts, splits, within)
-    if cp > 1:
-        divides = (pl.col("llm_shards") % cp == 0) | (cp % pl.col("llm_shards") == 0)
-        in_node = pl.lit(is_cp_pinned(config)) | (config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0)
-        return rows.filter(pl.col("llm_dp") % cp == 0, divides, in_node).with_columns(llm_cp=pl.lit(cp, pl.Int32))
-    if rows.is_empty():
+    if cp == 1 and rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
-    return rows
+    if above is not None:
+        rows = rows.filter(~(_may_share(config, above) & (pl.col("llm_shards") >= above)))
+    if cp == 1:
+        return rows
+    return rows.filter(_may_share(config, cp)).with_columns(llm_cp=pl.lit(cp, pl.Int32))
+
+
+def _may_share(config: Config, cp: int) -> pl.Expr:
+    """Which layouts' LLM replicas may compute samples `cp` at a time."""
+    divides = (pl.col("llm_shards") % cp == 0) | (cp % pl.col("llm_shards") == 0)
+    in_node = pl.lit(is_cp_pinned(config)) | (config.cluster.devices_per_node % (cp * pl.col("llm_tp")) == 0)
+    return (pl.col("llm_dp") % cp == 0) & divides & in_node
 
 
 def allowed_cp_sizes(config: Config) -> list[int]:

@@ -5,8 +5,8 @@
 
 The table: for each mix the chosen plan of all plans, of those that share no sample, and FSDP with our sampler; then the
 fastest plan that divides every sample over 2, 4 or 8 replicas, as frameworks with a fixed degree do, with our groups.
-The first two are means of two scheduled batches, the others are prices. `work` is a lower bound of any schedule of the
-chosen plan. FOLDER, mixes and `--artifacts` are `regret.py`'s. All of it is predicted.
+All are means of the same two batches as they are scheduled. `work` is a lower bound of any schedule of the chosen plan.
+FOLDER, mixes and `--artifacts` are `regret.py`'s. All of it is predicted.
 
 On the clock: two processes, batches of eight of the demo's samples and long texts, of which about one in a batch is
 longer than all others together. Our plan with a degree of up to 2, without it, and DDP train in turns on the same
@@ -18,9 +18,10 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import parts
@@ -29,17 +30,20 @@ import regret
 import yaml
 
 from dflop.base import UserError
-from dflop.checks.side_by_side import Contender, contenders, counted_steps, measure_rows
+from dflop.checks.side_by_side import Clocked, Contender, contenders, counted_steps, measure_rows
+from dflop.comparison.compare import NUM_TRIED, plans_by_speed, scheduled_by
 from dflop.comparison.systems.fsdp_balanced import SYSTEM as BALANCED
 from dflop.config import Config, load_config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec, load_model_spec
 from dflop.plan import Plan
-from dflop.schedule import BatchScheduler, GlobalBatches
+from dflop.schedule import BatchScheduler, GlobalBatches, shared_batches
 from dflop.search import grouped_batches, pricer_of, search_plans, with_finalists_scheduled
 from dflop.shapes import SampleShapes, load_samples
 
 BATCH_SIZES = {**regret.BATCH_SIZES, 512: 4096}
+# Scheduled batches of a row, plans with a fixed degree that are scheduled, and a part of a bucket that no sample is.
+NUM_BATCHES, NUM_DIVIDED, LEAST = 2, 3, 1e-9
 NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 6000
 SHARED, WHOLE = "ours, samples shared", "ours, whole samples"
 
@@ -82,8 +86,7 @@ def print_row(name: str, config: Config, spec: ModelSpec, costs: CostModel, samp
         whole_s, _ = scheduled(chosen(with_sizes(config, [1]), *inputs), config, *inputs)
     except UserError:
         whole_s = np.inf
-    fsdp = BALANCED.plans(config, *inputs)
-    fsdp_s = fsdp[0].step_s if fsdp else np.inf
+    fsdp_s = balanced(config, *inputs)
     fixed = [f"{divided_always(config, *inputs, degree):6.2f}" for degree in (2, 4, 8)]
     print(
         f"{ours_s:6.2f} {work_s:6.2f} {whole_s:6.2f} {ours_s / whole_s:6.3f} {fsdp_s:6.2f} {ours_s / fsdp_s:6.3f} "
@@ -104,24 +107,56 @@ def chosen(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleSha
 def scheduled(
     plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> tuple[float, float]:
-    """The mean step of the first two scheduled batches, and its lower bound, in seconds."""
+    """The mean step of the first scheduled batches, and its lower bound, in seconds."""
     pricer, batches = pricer_of(plan, config, spec, costs), GlobalBatches.of(samples, config.train.global_batch_size, 0)
     schedule = replace(config.schedule, policy="search")
     with BatchScheduler(samples, pricer, batches, schedule, config.seed).open() as scheduler:
-        steps = [scheduler.schedule(step) for step in range(2)]
+        steps = [scheduler.schedule(step) for step in range(NUM_BATCHES)]
     return tuple(float(np.mean([getattr(step, name) for step in steps])) for name in ("step_s", "lower_bound_s"))
 
 
-def divided_always(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, degree: int) -> float:
-    """The price of the fastest plan that divides all samples, but the shortest, over so many replicas; infinite where
-    none fits."""
-    usual, grouped_batches.SEARCH_FILL = grouped_batches.SEARCH_FILL, 1e-9
-    try:
-        return search_plans(with_sizes(config, [degree]), spec, costs, samples).candidates[0].step_s
-    except UserError:
+def balanced(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> float:
+    """The mean step of FSDP with our sampler; infinite where it does not fit."""
+    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
+    shapes = {step: samples.take(batches[step]) for step in range(NUM_TRIED)}
+    pricers, _ = plans_by_speed(BALANCED, config, spec, costs, samples, shapes)
+    if not pricers:
         return np.inf
+    steps = range(NUM_BATCHES)
+    mean = np.mean([scheduled_by(BALANCED, pricers[0], shapes[step], config.seed, step).step_s for step in steps])
+    return float(mean)
+
+
+def divided_always(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, degree: int) -> float:
+    """The mean step of the fastest plan that divides all samples, but the shortest, over so many replicas; infinite
+    where none fits. The plans with the least prices are scheduled."""
+    with patched(grouped_batches, SEARCH_FILL=LEAST), patched(shared_batches, FILLS=(LEAST,)):
+        try:
+            found = search_plans(with_sizes(config, [degree]), spec, costs, samples)
+        except UserError:
+            return np.inf
+        batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
+        means = []
+        for candidate in found.candidates[:NUM_DIVIDED]:
+            pricer, steps = pricer_of(candidate.plan, config, spec, costs), []
+            for step in range(NUM_BATCHES):
+                shapes = samples.take(batches[step])
+                loads_s = pricer.problem(shapes).loads_s
+                shared = shared_batches.with_shares(pricer, shapes, loads_s, config.schedule.search_trials, step)
+                steps.append(np.inf if shared is None else shared.step_s)
+            means.append(np.mean(steps))
+        return float(min(means))
+
+
+@contextlib.contextmanager
+def patched(module: ModuleType, **values: object) -> Iterator[None]:
+    """The module with other constants."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
     finally:
-        grouped_batches.SEARCH_FILL = usual
+        vars(module).update(before)
 
 
 def print_clock(folder: Path, num_steps: int) -> None:
@@ -150,15 +185,28 @@ def print_clock(folder: Path, num_steps: int) -> None:
     rows.append(row_of(WHOLE, [1], num_steps, config, spec, costs, samples))
     with contextlib.chdir(folder):  # which the paths of the data begin at
         clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
-    ours = np.array(clocked[SHARED].seconds)
-    predicted = {row.name: row.row.step_s for row in rows}
-    print(" step  over ours  predicted, over ours")
-    for name, own in clocked.items():
-        own_s = predicted.get(name, np.nan)
-        over = np.median(np.array(own.seconds) / ours)
-        print(f"{np.median(own.seconds):5.3f} {over:10.3f} {own_s:10.3f} {own_s / predicted[SHARED]:10.3f}  {name}")
+    print_steps(clocked, rows)
     for row in rows:
         print(f"{row.name}: {row.plan}")
+
+
+def print_steps(clocked: Mapping[str, Clocked], rows: Sequence[Contender]) -> None:
+    """Each row's steps, then their sums, measured and predicted, and those over ours."""
+    names = list(clocked)
+    measured = {name: np.array(own.seconds) for name, own in clocked.items()}
+    predicted = {
+        row.name: np.array([step.step_s for step in row.schedules[-len(measured[row.name]) :]]) for row in rows
+    }
+    print("step  longest, tokens  " + "  ".join(names) + "; predicted")
+    longest = [int(max(step.sample_tokens)) for step in rows[0].schedules[-len(measured[SHARED]) :]]
+    for step, tokens in enumerate(longest):
+        figures = [f"{own[step]:6.2f}" for own in (*measured.values(), *predicted.values())]
+        print(f"{step:4}  {tokens:6}  {' '.join(figures)}")
+    print("   sum  over ours  predicted, over ours")
+    for name, own in measured.items():
+        own_s = predicted.get(name, np.array([np.nan])).sum()
+        over, of_predicted = own.sum() / measured[SHARED].sum(), own_s / predicted[SHARED].sum()
+        print(f"{own.sum():6.2f} {over:10.3f} {own_s:10.2f} {of_predicted:10.3f}  {name}")
 
 
 def row_of(

@@ -48,7 +48,8 @@ class Row:
     """A run as it is priced: every replica's microbatches all hold `samples`.
 
     Where the encoder has another tp than the LLM (`encoder_tp`), the groups of ranks that hold copies of it compute the
-    same. With `encoder_shares`, as many of them each compute another part of the microbatches. Replicas that share
+    same. With `cp`, as many replicas of the LLM compute each sample; items are those that each of them encodes. With
+    `encoder_shares`, as many of them each compute another part of the microbatches. Replicas that share
     gradients, too (`shares_gradients`, ZeRO-2), hold fewer bytes.
     """
 
@@ -63,6 +64,7 @@ class Row:
     num_devices: int = 8
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     layers: tuple[int, ...] = ()
     num_chunks: int = 1
     encoder_tp: int = 0
@@ -159,6 +161,7 @@ _MODELS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
         num_hidden_layers=12,
         num_attention_heads=12,
     ),
+    "qwen2_5_72b": lambda: _llava(LLMS["qwen2.5_72b"]),
     "qwen2_5_14b": lambda: _llava(
         LLMS["qwen2.5_32b"] | {"intermediate_size": 13824, "num_hidden_layers": 48, "vocab_size": 152_064}
     ),
@@ -245,9 +248,28 @@ def rows() -> list[Row]:
             device="h100-80g",
             of_encoder="eager",
             num_microbatches=4,
-            samples=(Sample(num_items=2, kept=576, tokens=1024),) * 8,
+            cp=2,
+            samples=(Sample(num_items=2, kept=576, tokens=2048),) * 8,
             trained=PROJECTOR,
-            assumed="context parallelism is free: halves of samples as samples; both ranks encode all pictures",
+            assumed="both ranks of a sample encode all its pictures",
+        ),
+        *(
+            Row(
+                name=f"veomni_fsdp_sp/{sp}x{tokens}",
+                spec=spec_of("qwen2_5_72b"),
+                device="h100-80g",
+                implementation="fused",
+                num_devices=32,
+                num_microbatches=1,
+                cp=sp,
+                samples=(_text(tokens),),
+                sharding="parameters",
+                recomputed=(80,),
+                assumed="a dense 72B on 32 H100s, all layers recomputed",
+            )
+            for tokens in (8192, 16384, 32768, 65536, 131072)
+            for sp in (4, 8)
+            if (sp, tokens) != (4, 131072)  # out of memory there
         ),
         *(
             Row(

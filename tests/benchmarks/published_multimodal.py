@@ -32,7 +32,7 @@ from multimodal_rows import NOT_PRICED, NUM_STEPS, Row, rows, spec_of
 from published import DEVICES_A_NODE, REPOSITORY, whole_logits
 
 from dflop.base.devices import DeviceModel, load_device
-from dflop.config.schema import ClusterConfig
+from dflop.config.schema import AudioConfig, ClusterConfig
 from dflop.costs.analytic import AnalyticPoints, points_of_stage
 from dflop.costs.counted import CountedStage, counting
 from dflop.costs.fit import fit_model, median_points
@@ -40,6 +40,7 @@ from dflop.plan import Grid, Plan
 from dflop.plan.trained import TrainedSet
 from dflop.schedule import Pricer
 from dflop.shapes import SampleShapes
+from dflop.shapes.samples import run_bounds
 
 _MEMORY = ("peak_gib", "resident_gib", "held_gib")
 _WHAT = ("step_s", *_MEMORY)
@@ -104,7 +105,18 @@ def published(source: dict[str, Any]) -> dict[str, Published]:
             sizes = zip(run["batch_size"], run["peak_mb"], strict=True)
             cells = {str(size): {"peak_allocated_mb": peak} for size, peak in sizes}
         found |= {f"{name}/{cell}": _published(run | own) for cell, own in cells.items()}
+        if "columns" in run:
+            found |= dict(_by_length(name, [dict(zip(run["columns"], own, strict=True)) for own in run["rows"]]))
     return found
+
+
+def _by_length(name: str, cells: list[dict[str, Any]]) -> Iterator[tuple[str, Published]]:
+    """VeOmni's runs of one sample at a time: tokens a second of each GPU, and bytes."""
+    for cell in cells:
+        if cell["veomni_tok_s_gpu"] != "OOM":
+            step_s = cell["seq"] / cell["sp"] / cell["veomni_tok_s_gpu"]
+            held = cell["veomni_mem_gb"] * 1e9 / 2**30
+            yield f"{name}/{cell['sp']}x{cell['seq']}", Published("D", step_s, held_gib=held)
 
 
 def _published(run: dict[str, Any]) -> Published:
@@ -234,7 +246,7 @@ def priced(row: Row) -> Price:
         inter_node_gbps=device.network_bytes_per_s * 8 / 1e9,
         device_model=row.device,
     )
-    pricer = Pricer(plan_of(row), costs, row.spec, cluster, precision="bf16", trained=row.trained)
+    pricer = Pricer(plan_of(row), costs, row.spec, cluster, precision="bf16", trained=row.trained, audio=AudioConfig())
     shapes, replica, microbatch = shapes_of(row, pricer.plan.grid("llm").dp)
     assignment = pricer.assign(shapes, replica, microbatch)
     step_s = pricer.timeline(pricer.stage_times(shapes, assignment), assignment.slots).step_s
@@ -266,6 +278,7 @@ def plan_of(row: Row) -> Plan:
         layers=row.layers,
         sharding=row.sharding,
         recomputed=row.recomputed if any(row.recomputed) else (),
+        cp=row.cp,
     )
     return Plan(
         placement="monolithic",
@@ -278,13 +291,16 @@ def plan_of(row: Row) -> Plan:
 
 
 def shapes_of(row: Row, dp: int) -> tuple[SampleShapes, np.ndarray, np.ndarray]:
-    """The batch's samples, and the replica and the microbatch of each."""
-    num_cells, size = dp * row.num_microbatches, len(row.samples)
-    number, cell = np.arange(num_cells * size), np.repeat(np.arange(num_cells), size)
+    """The batch's samples, with a row for each share, and the replica and the microbatch of each."""
+    num_groups, size = dp // row.cp, len(row.samples)
+    num_cells = num_groups * row.num_microbatches
     of = {
-        name: np.tile([getattr(sample, name) for sample in row.samples], num_cells)
+        name: np.repeat(np.tile([getattr(sample, name) for sample in row.samples], num_cells), row.cp)
         for name in ("num_items", "kept", "tokens", "sum_sq_items")
     }
+    cell, number = np.repeat(np.arange(num_cells), size * row.cp), np.arange(num_cells * size * row.cp)
+    share, degree = number % row.cp, np.full(len(number), row.cp)
+    of["own"] = sum(end - start for start, end in run_bounds(of["tokens"], degree, share))
     shapes = SampleShapes(
         encoders=("vision",),
         sample_id=number,
@@ -292,11 +308,12 @@ def shapes_of(row: Row, dp: int) -> tuple[SampleShapes, np.ndarray, np.ndarray]:
         row=number,
         num_items=of["num_items"][:, None],
         kept_tokens=of["kept"][:, None],
-        llm_tokens=of["tokens"],
-        target_tokens=of["tokens"],
+        llm_tokens=of["own"],
+        target_tokens=of["own"],
         sum_sq_items=of["sum_sq_items"][:, None].astype(float),
+        **({"degree": degree, "share": share, "whole_tokens": of["tokens"]} if row.cp > 1 else {}),
     )
-    return shapes, cell % dp, cell // dp
+    return shapes, cell % num_groups * row.cp + share, cell // num_groups
 
 
 if __name__ == "__main__":

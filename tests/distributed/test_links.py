@@ -26,11 +26,14 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     out = tmp_path / "costs/links.parquet"
     done = profile_links(out, "--max-bytes", str(2**20), devices_per_node=2)
     assert done.returncode == 0, done.stderr
-    assert "24 measurements" in done.stdout
+    assert "36 measurements" in done.stdout
     frame = pl.read_parquet(out)
     assert frame.schema == LINKS_SCHEMA
     assert sorted(frame.drop("seconds").rows()) == sorted(
-        (kind, "intra", 2, size, repeat) for kind in ("p2p", "gradient_sync") for size in SIZES for repeat in range(2)
+        (kind, "intra", 2, size, repeat)
+        for kind in ("p2p", "exchange", "gradient_sync")
+        for size in SIZES
+        for repeat in range(2)
     )
     assert (frame["seconds"] > 1e-6).all()
     assert list(out.parent.iterdir()) == [out]
@@ -86,7 +89,7 @@ def test_nodes_of_a_slurm_step_measure_inside_one_of_them_and_between_them(tmp_p
     """Rank 0 takes no part in the group at their border."""
     frame = measure_briefly(tmp_path, num_nodes=2, per_node=2)
     assert frame.select("kind", "scope", "num_ranks").unique(maintain_order=True).rows() == [
-        *(("p2p", "intra", 2), ("gradient_sync", "intra", 2)),
+        *(("p2p", "intra", 2), ("exchange", "intra", 2), ("gradient_sync", "intra", 2)),
         *(("p2p", "inter", 2), ("gradient_sync", "inter", 2), ("gradient_sync", "inter", 4)),
     ]
     assert (frame["seconds"] > 0).all()

@@ -98,6 +98,7 @@ def test_costs_hold_measurements_and_the_models_fitted_to_them(finished):
     link_model = read_table(path, "link_model", made_by="")
     assert link_model.select("kind", "scope", "num_ranks").rows() == [
         ("p2p", "intra", 2),
+        ("exchange", "intra", 2),
         ("gradient_sync", "intra", 2),
     ]
     assert link_model["num_points"].sum() == len(read_table(path, "links", made_by=""))  # one repeat each

@@ -178,7 +178,9 @@ def test_every_scope_of_a_cluster_is_measured_once_from_pairs_to_all_ranks(num_n
         assert 0 <= group.ranks[0] < group.ranks[-1] < num_nodes * per_node
         nodes = {rank // per_node for rank in group.ranks}
         assert (len(nodes) == 1) == (group.scope == "intra")
-        assert group.kind == "gradient_sync" or len(group.ranks) == 2
+        assert (
+            len(group.ranks) == 2 or group.kind == "gradient_sync" or (group.kind, group.scope) == ("exchange", "intra")
+        )
     for scope in expected:
         sizes = [len(group.ranks) for group in groups if (group.kind, group.scope) == ("gradient_sync", scope)]
         assert (sizes[0], sizes[-1]) == (2, largest[scope])

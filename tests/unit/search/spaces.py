@@ -202,7 +202,7 @@ def _bent(rng: np.random.Generator, along: int, unit: float, is_square: bool, is
 
 def _links(rng: np.random.Generator) -> LinkModel:
     """Latencies and bandwidths that need not agree on which scope is the faster."""
-    kinds = [("p2p", 2), *(("gradient_sync", size) for size in (2, 4))]
+    kinds = [("p2p", 2), ("exchange", 4), *(("gradient_sync", size) for size in (2, 4))]
     return LinkModel(
         {
             (kind, scope, size): Link(10.0 ** rng.uniform(-6, -3), 10.0 ** rng.uniform(7, 10))
