@@ -3,6 +3,7 @@
 # make test-all   the exhaustive tests as well: every example from its first rule to its report, and more
 # make test-pythons   the unit tests with Python 3.12 and 3.13, each in an environment of its own; without one it says so
 # make test-torch211   the tests of models with torch 2.11, the oldest that is supported, in an environment of its own
+# make test-trainers   other trainers' own parsers read emitted plans; installs these, without what they depend on
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make test-gpu   checks that one GPU decides, in 30 minutes; without a GPU it says which (docs/how-to/first-hour.md)
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
@@ -24,7 +25,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test test-unit test-serial test-all test-pythons test-torch211 test-slurm test-gpu fuzz screenshots
-.PHONY: dist docs lock lint clean
+.PHONY: test-trainers dist docs lock lint clean
 
 setup: $(STAMP)
 
@@ -52,6 +53,7 @@ test-serial: setup
 test-all: test
 	$(PYTEST) -m exhaustive
 	$(MAKE) test-torch211
+	$(MAKE) test-trainers
 	$(MAKE) test-pythons
 
 test-pythons:
@@ -71,6 +73,14 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(OLD)/constraints.txt
 	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLD)/constraints.txt -e '.[dev]'
 	touch $@
+
+# The releases that dflop/search/emitters names.
+.trainers: tests/unit/search/trainers.txt | setup
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --upgrade --target $@ -r $<
+	touch $@
+
+test-trainers: .trainers
+	pytest -q tests/unit/search/test_trainers_parsers.py
 
 test-slurm: setup
 	tests/slurm/install.sh
@@ -113,4 +123,4 @@ lint: setup
 	snakemake --lint
 
 clean:
-	rm -rf $(VENV) $(OLD) .venv3.12 .venv3.13 .snakemake docs/_build docs/generated results/demo results/demo-data
+	rm -rf $(VENV) $(OLD) .venv3.12 .venv3.13 .trainers .snakemake docs/_build docs/generated results/demo results/demo-data

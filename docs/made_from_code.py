@@ -17,12 +17,15 @@ import polars as pl
 import yaml
 
 from dflop.cli import cli
-from dflop.config import load_config
+from dflop.config import ModelConfig, load_config
+from dflop.models import load_model_spec
+from dflop.plan import plan_from_dict
 from dflop.report.boxes import StepPanel, predicted_boxes
 from dflop.report.charts.timeline import draw_timeline
 from dflop.report.picture import write_picture
 from dflop.report.schedules import replay
 from dflop.schedule.service import open_scheduler
+from dflop.search.emit import FRAMEWORKS, emit
 from dflop.shapes.manifests import list_shards, list_sources
 from dflop.store import (
     CORRECTIONS_SCHEMA,
@@ -63,8 +66,9 @@ POLICIES = {
 
 
 def make(folder: Path) -> None:
-    """Write `tables.md` and `unequal-microbatches.svg` into a folder."""
+    """Write `tables.md`, `emitted.md` and `unequal-microbatches.svg` into a folder."""
     folder.mkdir(exist_ok=True)
+    (folder / "emitted.md").write_text("\n".join(emitted_lines()) + "\n", encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
             run_without_training()
@@ -124,6 +128,21 @@ def draw_unequal_microbatches(path: Path) -> None:
         plan = scheduler.pricer.plan
     finding = "One global batch, the same samples and the same plan, grouped in three ways"
     write_picture(draw_timeline(panels, plan, finding), path)
+
+
+def emitted_lines() -> Iterator[str]:
+    """The plan of the what-if page for a 7B on 64 H100s, in the words of each framework that can run it."""
+    wanted = {"model": "llava_ov_7b", "card": "h100-80g", "devices": 64, "mix": "pictures, clips and texts"}
+    rows = json.loads((Path(__file__).parent / "what-if.json").read_text(encoding="utf-8"))
+    plan = plan_from_dict(next(row for row in rows if wanted.items() <= row.items())["plan"])
+    spec = load_model_spec(ModelConfig(preset=wanted["model"]))
+    for name, framework in FRAMEWORKS.items():
+        yield f"\n## `{name}`\n"
+        if refusal := framework.refusal(plan):
+            yield f"{framework.release} cannot run it: {refusal}."
+        else:
+            text = emit(name, plan, spec, 8 * wanted["devices"]).to_text(framework, plan)
+            yield f"```{'yaml' if framework.is_config else 'bash'}\n{text}\n```"
 
 
 def table_lines() -> Iterator[str]:

@@ -1,10 +1,10 @@
 """The what-if page: which layout, and what it takes, for a model, a card, a number of devices and a mix of data.
 
-    python docs/what_if.py --search    # an hour of a core: every row of the table, into docs/what-if.json
+    python docs/what_if.py --search    # half an hour of a core: the rows that the table lacks, into docs/what-if.json
     make docs                          # the page of that table, docs/_build/what-if.html: one file, no network
 
 Rows are searches with analytic costs of batches of eight samples a device; the page shows these rows and nothing
-between them.
+between them. A layout is told in words beside its sizes.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import duckdb
 import yaml
 
 HERE = Path(__file__).parent
@@ -26,9 +27,23 @@ MIXES = {
     "pictures, clips and texts": {"image": 8, "video": 8, "text": 8},
     "mostly texts": {"image": 1, "video": 0, "text": 40},
 }
-BASELINES = {
-    "random": "every device the whole model, random batches (FSDP-style)",
-    "sampler": "every device the whole model, balanced batches (FSDP-style)",
+# Names of systems in the page, by those of the baselines of `plan.yaml`.
+SYSTEMS = {
+    "every device the whole model, balanced batches (FSDP-style)": "FSDP, dealt by dflop's sampler",
+    "every device the whole model, length-grouped batches (FSDP-style)": "FSDP, batches grouped by length",
+    "every device the whole model, random batches (FSDP-style)": "FSDP, random batches",
+    "monolithic, random batches (Megatron-style)": "Megatron-style, random batches",
+}
+WHERE = {
+    "monolithic": "the encoder is in the LLM's first stage",
+    "colocated": "each device computes for the encoder, then for the LLM",
+    "disjoint": "encoder and LLM have devices of their own",
+    "bubble_filled": "the encoder computes where the LLM's stages wait",
+}
+SHARED = {
+    "optimizer": "which share the optimiser's state (ZeRO-1)",
+    "parameters": "which share the parameters (FSDP)",
+    "hybrid": "which share the parameters inside a node (HSDP)",
 }
 
 
@@ -43,9 +58,31 @@ def main() -> None:
 
 
 def write_page(rows: list[dict], path: Path) -> None:
+    cards = yaml.safe_load((HERE.parent / "dflop/base/devices.yaml").read_text(encoding="utf-8"))
+    sizes = {name: float(card["memory_bytes"]) / 2**30 for name, card in cards.items()}
+    told = [row | {"words": in_words(row["plan"]), "card_gib": sizes[row["card"]]} for row in rows]
     # A text in a row may not end the script that holds it.
-    text = TEMPLATE.read_text(encoding="utf-8").replace("ROWS", json.dumps(rows).replace("</", "<\\/"))
+    text = TEMPLATE.read_text(encoding="utf-8").replace("ROWS", json.dumps(told).replace("</", "<\\/"))
     path.write_text(text, encoding="utf-8")
+
+
+def in_words(plan: dict) -> str:
+    """Where modules are and what replicas share, e.g. `llm: 16 replicas of 4 devices (tensor parallelism 4), …`."""
+    told = [WHERE[plan["placement"]], f"{counted(plan['num_microbatches'], 'microbatch', 'es')} a step"]
+    for name, grid in plan["grids"].items():
+        split = [f"tensor parallelism {grid['tp']}"] * (grid["tp"] > 1) + [f"{grid['pp']} stages"] * (grid["pp"] > 1)
+        recomputed = sum(grid["recomputed"]) if grid["recomputed"] else "all" if plan["checkpointing"] else 0
+        told.append(
+            f"{name}: {counted(grid['dp'], 'replica')} of {counted(grid['tp'] * grid['pp'], 'device')}"
+            + (f" ({', '.join(split)})" if split else "")
+            + (f", {SHARED[grid['sharding']]}" if grid["dp"] > 1 else "")
+            + (f", {recomputed} layers recomputed" if recomputed else "")
+        )
+    return "; ".join(told)
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"
 
 
 def search() -> None:
@@ -102,16 +139,17 @@ def planned(config: dict, number: int) -> dict:
     dflop("plan", *inputs, "--out", "plan.yaml")
     said = yaml.safe_load(Path("plan.yaml").read_text(encoding="utf-8"))
     step_s = {row["name"]: row.get("step_s") for row in said["baselines"]}
-    grids = ", ".join(
-        f"{name}: tp {grid['tp']}, pp {grid['pp']}, dp {grid['dp']}, sharding {grid['sharding']}"
-        for name, grid in said["plan"]["grids"].items()
-    )
+    with duckdb.connect("shapes.duckdb", read_only=True) as shapes:
+        query = "SELECT round(avg(llm_tokens)), round(avg(CAST(num_items > 0 AS INT)), 2) FROM samples"
+        ((tokens, with_media),) = shapes.execute(query).fetchall()
     return {
-        "layout": f"{said['plan']['placement']}; {grids}; {said['plan']['num_microbatches']} microbatches",
+        "tokens": tokens,
+        "with_media": with_media,
+        "plan": said["plan"],
         "step_s": said["predicted"]["step_s"],
         "memory_gib": round(max(said["predicted"]["memory_bytes"].values()) / 2**30, 1),
         "bottleneck": said["predicted"]["bottleneck"],
-        **{f"{name}_s": step_s.get(baseline) for name, baseline in BASELINES.items()},
+        "systems": {name: step_s.get(baseline) for baseline, name in SYSTEMS.items()},
     }
 
 

@@ -1,8 +1,8 @@
 """A batch sampler for other people's training loops: the samples of every step unchanged, dealt evenly to the ranks.
 
 It takes what each sample costs and replaces torch's DistributedSampler and BatchSampler. Every step holds the samples
-that these would give it; which rank computes which of them is decided by `replicas` and `unequal`. It needs torch and
-numba, and none of the rest of dflop.
+that these would give it, unless samples of like cost are to share a step (`megabatch_steps`); which rank computes which
+of them is decided by `replicas` and `unequal`. It needs torch and numba, and none of the rest of dflop.
 """
 
 import operator
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
-from dflop.balance.replicas import ByteLimit, DoesNotFit, Sync, balanced_cells
+from dflop.balance.replicas import ByteLimit, DoesNotFit, Sync, balanced_cells, cost_shares
 from dflop.balance.unequal import unequal_cells
 from dflop.base import UserError
 
@@ -65,6 +65,9 @@ class BalancedBatchSampler(BatchSampler):
             batch of short samples holds more of them than one of long samples, at least one. Ranks are evener, padded
             ones by far, and no step takes over 1 % longer than with equal sizes. The loss must then be divided by the
             tokens (or samples) of the whole step, as above.
+        megabatch_steps: 1, or so many steps are drawn at once, and samples of like cost share a step, as with
+            `group_by_length` of the Hugging Face Trainer; the steps then come in random order. Where batches are
+            padded and a step has few of them, samples of one step alone cannot be padded little.
         sample_bytes: `[num_samples]`, what each sample adds to the memory of its batch (its size when padded), such as
             its activations; needs `max_batch_bytes`.
         max_batch_bytes: no batch holds more than this. Other units, such as tokens, will do if both have them.
@@ -88,6 +91,7 @@ class BalancedBatchSampler(BatchSampler):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        megabatch_steps: int = 1,
         sample_bytes: Any = None,
         max_batch_bytes: int | None = None,
     ) -> None:
@@ -98,6 +102,7 @@ class BalancedBatchSampler(BatchSampler):
         self.num_accumulation_steps = _at_least(1, "num_accumulation_steps", num_accumulation_steps)
         self.shuffle, self.seed, self.drop_last = bool(shuffle), _integer("seed", seed), bool(drop_last)
         self.padded, self.sync, self.equal_sizes = bool(padded), sync, bool(equal_sizes)
+        self.megabatch_steps = _at_least(1, "megabatch_steps", megabatch_steps)
         if self.padded and self._costs.shape[1] > 1:
             raise UserError(
                 f"padded=True needs one cost a sample, its length, not {self._costs.shape[1]}; give the lengths that "
@@ -167,19 +172,19 @@ class BalancedBatchSampler(BatchSampler):
                 step that was divided otherwise.
         """
         position = {"epoch", "num_steps", "num_batches_of_step"}
-        missing = sorted((position | self._stream().keys()) - set(state or ()))
+        # A state of an earlier version lacks the names that are newer.
+        missing = sorted((position | self._stream().keys()) - {"megabatch_steps"} - set(state or ()))
         if missing:
             raise UserError(f"not a state of BalancedBatchSampler: it lacks {', '.join(missing)}")
         for name, value in self._stream().items():
-            if state[name] != value:
+            if (was := state.get(name, 1)) != value:
                 raise UserError(
-                    f"the state is of {name}={state[name]}, but this sampler has {name}={value}, so that its steps "
+                    f"the state is of {name}={was}, but this sampler has {name}={value}, so that its steps "
                     "hold other samples; make the sampler as it was when the state was taken, or start without the "
                     "state"
                 )
         epoch, whole, part = (_at_least(0, name, state[name]) for name in ("epoch", "num_steps", "num_batches_of_step"))
         state = {"equal_sizes": True} | state
-        # A state of an earlier version lacks the names that are newer.
         other = [
             f"{name}={state.get(name)} (now {value})"
             for name, value in self._division().items()
@@ -206,6 +211,7 @@ class BalancedBatchSampler(BatchSampler):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            "megabatch_steps": self.megabatch_steps,
         }
 
     def _division(self) -> dict[str, Any]:
@@ -247,8 +253,16 @@ class BalancedBatchSampler(BatchSampler):
 
     def _samples_of(self, step: int, order: np.ndarray) -> np.ndarray:
         size = self.batch_size * self.num_replicas * self.num_accumulation_steps
-        positions = np.arange(step * size, min((step + 1) * size, self._num_samples_used))
-        return order[positions % len(order)]
+        first = step - step % self.megabatch_steps
+        num_steps = min(self.megabatch_steps, self._num_samples_used // size - first)
+        if num_steps < 2 or step >= first + num_steps:
+            positions = np.arange(step * size, min((step + 1) * size, self._num_samples_used))
+            return order[positions % len(order)]
+        samples = order[np.arange(first * size, (first + num_steps) * size) % len(order)]
+        by_cost = samples[np.argsort(cost_shares(self._costs[samples]).sum(axis=1), kind="stable")]
+        generator = torch.Generator().manual_seed(self.seed + self.epoch + first)
+        place = int(torch.randperm(num_steps, generator=generator)[step - first])
+        return by_cost[place * size : (place + 1) * size]
 
     def _byte_limit(self, sample_bytes: Any) -> ByteLimit | None:
         """The limit of a batch, checked against each sample alone."""

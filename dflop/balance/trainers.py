@@ -20,6 +20,9 @@ __all__ = ["balance_trainer", "sample_costs"]
 
 logger = logging.getLogger(__name__)
 
+# So many of a rank's steps the Trainer sorts by length at once, where it groups by length; they are dealt to all ranks.
+_TRAINERS_MEGABATCH = 50
+
 
 def balance_trainer(
     trainer: Any,
@@ -27,6 +30,7 @@ def balance_trainer(
     *,
     padded: bool | None = None,
     equal_sizes: bool | None = None,
+    megabatch_steps: int | None = None,
     sample_bytes: Any = None,
     max_batch_bytes: int | None = None,
 ) -> Any:
@@ -37,7 +41,8 @@ def balance_trainer(
 
     Steps hold the samples that the Trainer would give them without, by its seed (but for an epoch's last step, which
     the Trainer fills up with more repeated samples); see `BalancedBatchSampler`, to which the arguments are handed.
-    Ranks wait in each microbatch under FSDP and DeepSpeed, else once a step.
+    Ranks wait in each microbatch under FSDP and DeepSpeed, else once a step. With
+    `train_sampling_strategy="group_by_length"` samples of like cost share a step, out of as many as the Trainer sorts.
 
     Args:
         trainer: a `transformers.Trainer` or one derived from it that keeps its samplers, such as TRL's `SFTTrainer`,
@@ -49,6 +54,7 @@ def balance_trainer(
         equal_sizes: whether all batches hold the same number of samples. By default they do not, where the loss is
             divided by the tokens of the whole step (causal language models, or a `compute_loss_func`, with
             `average_tokens_across_devices`); with a mean over each batch, samples of small batches would weigh more.
+        megabatch_steps: of how many steps' samples those of like cost share a step; by default as above, else 1.
 
     Raises:
         UserError: the dataset tells no lengths, there are not as many costs as samples, or the trainer deals samples in
@@ -68,6 +74,9 @@ def balance_trainer(
         raise UserError(
             f"there are {len(costs)} costs for {len(dataset)} samples of the train_dataset; give one for each"
         )
+    if megabatch_steps is None:
+        is_grouped = getattr(args, "train_sampling_strategy", "random") == "group_by_length"
+        megabatch_steps = max(1, round(_TRAINERS_MEGABATCH / args.world_size)) if is_grouped else 1
     waits = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
 
     def make_sampler() -> BalancedBatchSampler:
@@ -82,6 +91,7 @@ def balance_trainer(
             padded=padded,
             sync="microbatch" if waits else "step",
             equal_sizes=not _divides_by_the_steps_tokens(trainer) if equal_sizes is None else equal_sizes,
+            megabatch_steps=megabatch_steps,
             sample_bytes=sample_bytes,
             max_batch_bytes=max_batch_bytes,
         )
@@ -118,9 +128,14 @@ def _check_that_samples_are_dealt_plainly(trainer: Any) -> None:
         raise UserError("the trainer's train_dataset must have a length; a stream of samples cannot be dealt evenly")
     if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
         raise UserError(f"{name} deals samples in a way of its own (get_train_dataloader), which balancing would undo")
-    if (strategy := getattr(trainer.args, "train_sampling_strategy", "random")) != "random":
-        raise UserError(f"train_sampling_strategy={strategy!r} orders samples itself; leave it at 'random'")
-    if type(sampler := trainer._get_train_sampler()) is not RandomSampler:
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    # The Trainer's own sorting by length is replaced; that of a derived trainer may be anything.
+    is_sorted = strategy == "group_by_length" and type(trainer)._get_train_sampler is Trainer._get_train_sampler
+    if strategy not in ("random", "group_by_length"):
+        raise UserError(
+            f"train_sampling_strategy={strategy!r} orders samples itself; leave it at 'random' or 'group_by_length'"
+        )
+    if not is_sorted and type(sampler := trainer._get_train_sampler()) is not RandomSampler:
         raise UserError(
             f"{name} deals samples in a way of its own (_get_train_sampler gives {type(sampler).__name__}, not "
             "RandomSampler), which balancing would undo"

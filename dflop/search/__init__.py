@@ -1,8 +1,9 @@
 """Search: the space of plans, lower bounds, the price of a plan on regrouped batches, and the search itself."""
 
 from dflop.search.baseline import TODAY, Baseline, read_baselines
-from dflop.search.best_first import FINALISTS_PERCENT, SearchResult, search_plans
+from dflop.search.best_first import FINALISTS_PERCENT, SearchResult
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
+from dflop.search.cp_sizes import search_plans
 from dflop.search.epoch import Epoch, hour_of, price_note
 from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.search.final_choice import with_finalists_scheduled

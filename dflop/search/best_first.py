@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from dflop.balance import LPT, Policy
+from dflop.balance import Policy
 from dflop.base import UserError
 from dflop.config import Config, PlanConfig, most_memory_gib
 from dflop.costs import CostModel
@@ -33,12 +33,11 @@ from dflop.search.pins import without_each
 from dflop.search.pipeline_bounds import MeanPipelines
 from dflop.search.recompute import JustEnough
 from dflop.search.row_bounds import MARGIN, Row, RowBounds
-from dflop.search.space import Splits, allowed_cp_sizes, enumerate_space, plan_of
+from dflop.search.space import Splits, enumerate_space, plan_of
 from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
-from dflop.shapes import SampleShapes
 
-__all__ = ["FINALISTS_PERCENT", "MORE_GIB", "NUM_FINALISTS", "SearchResult", "more_than", "search_plans"]
+__all__ = ["FINALISTS_PERCENT", "MORE_GIB", "NUM_FINALISTS", "SearchResult", "more_than", "search_with"]
 
 # What more memory is worth is told for so much of it.
 MORE_GIB = 10
@@ -57,9 +56,6 @@ _WORTH_IT = 1.01
 # Where no plan fits: for how many of those with the least bounds of memory the needed bytes are computed.
 _NUM_NEAREST = 256
 _PROGRESS_EVERY = 64
-# A sample is long that takes this part of what a device computes of a batch. Among shorter ones (of up to 0.3), sharing
-# brought nothing: each device has several of them.
-_LONG = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,81 +97,7 @@ class SearchResult:
         return self.chosen or self.candidates[0]
 
 
-def search_plans(
-    config: Config,
-    spec: ModelSpec,
-    costs: CostModel,
-    samples: SampleShapes,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    *,
-    policy: Policy = LPT,
-    within: PlanConfig | None = None,
-    splits_evenly: bool = False,
-    compares: bool = False,
-) -> SearchResult:
-    """Search the config's space; `progress` is called with the number of decided plans and of all plans.
-
-    `policy` groups the batches (`PlanPricer`); `within` are limits in place of those of `config.plan`;
-    `splits_evenly` leaves out uneven splits of layers; `compares` finds the ten fastest plans for certain.
-
-    A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
-
-    Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched first, those of more replicas before
-    others. Smaller sizes are searched for plans as fast as these, in layouts where they may be faster. All are priced
-    as if shares were samples, which may lie on any replicas.
-
-    Raises:
-        UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
-    """
-    batches = GroupedBatches(config, spec, costs, samples)
-    sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
-    # Where no sample is long the smallest size alone, and others only if nothing fits: replicas hold more together.
-    num_first = len(sizes) if _has_long_sample(config, batches) else 1
-    how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
-    found, trouble, num_before, num_plans = None, None, 0, 0
-
-    def go_on(done: int, total: int) -> None:
-        nonlocal num_plans
-        num_plans = num_before + total
-        progress(num_before + done, num_plans)
-
-    above = None
-    for number, cp in enumerate((*reversed(sizes[:num_first]), *sizes[num_first:])):
-        if found and number >= num_first:
-            break
-        num_before = num_plans
-        divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
-        try:
-            own = _search_with(config, spec, costs, divided, go_on, cp=cp, above=above, beside=found, **how)
-        except UserError as error:
-            trouble = error
-            continue
-        if number < num_first:
-            above = cp
-        if own is not None:
-            found = own if found is None else found.merged(own)
-    if found is None:
-        raise trouble or UserError(
-            f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
-            "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
-            "leave it out, or use a smaller one"
-        )
-    return found
-
-
-def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
-    """The sizes that the config allows; the least alone where it is not known what shares of all samples encode."""
-    sizes = allowed_cp_sizes(config)
-    return sizes if batches.largest.can_be_divided.all() else sizes[:1]
-
-
-def _has_long_sample(config: Config, batches: GroupedBatches) -> bool:
-    """Whether a sample takes a large part of what a device computes of a batch (`_LONG`)."""
-    largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
-    return largest >= _LONG
-
-
-def _search_with(
+def search_with(
     config: Config,
     spec: ModelSpec,
     costs: CostModel,
@@ -190,7 +112,7 @@ def _search_with(
     above: int | None,
     beside: SearchResult | None,
 ) -> SearchResult | None:
-    """`search_plans` of one `cp`; None where no such plan would be a finalist beside what was found before.
+    """`search_plans` with one `cp`; None where no such plan would be a finalist beside what was found before.
 
     Raises:
         UserError: when the space is empty or nothing fits.

@@ -24,6 +24,7 @@ __all__ = [
     "on_one_mesh",
     "recomputed_all_or_none",
     "recomputed_by_module",
+    "shared_beyond_cp",
     "split_or_apart",
 ]
 
@@ -121,6 +122,16 @@ def copies_and_shards(llm: Grid) -> tuple[int, int]:
     shards = llm.num_shards if llm.gathers else llm.dp
     most = max(1, shards // llm.cp)
     return llm.dp // llm.cp // most, most
+
+
+def shared_beyond_cp(plan: Plan) -> Plan:
+    """The plan of a framework that refuses copies of one replica each where several devices divide a sample: the LLM's
+    parameters are shared by all replicas then."""
+    llm = plan.grid("llm")
+    copies, shards = copies_and_shards(llm)
+    if llm.cp == 1 or shards > 1 or copies == 1:
+        return plan
+    return replace(plan, grids=(*plan.grids[:-1], replace(llm, **SHARED_BY_ALL)))
 
 
 def as_fsdp2(llm: Grid) -> Mapping[str, object]:

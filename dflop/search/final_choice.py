@@ -21,8 +21,9 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import PLACEMENTS, Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
-from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult, search_plans
+from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
+from dflop.search.cp_sizes import search_plans
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.levels import Levels
 from dflop.search.space import is_cp_pinned

@@ -5,7 +5,9 @@
 FOLDER holds tables (CSV) with the columns `text_tokens_qwen25` and `ov_visual_tokens`, whose sum is a sample's length;
 without it only the time is measured, on drawn lengths. Compared are torch's DistributedSampler, the two samplers of the
 Hugging Face Trainer that look at lengths (`group_by_length`, and `batch_rebalance` with its own quadratic cost and with
-a linear one) and BalancedBatchSampler. A batch costs its lengths' sum, or, padded, its longest times their number.
+a linear one) and BalancedBatchSampler, at last with steps of like samples, out of as many as `group_by_length` sorts. A
+batch costs its lengths' sum, or, padded, its longest times their number. No sampler is below the bound: nothing is
+padded, and no rank waits.
 A table is printed and `results/benchmarks/sampler.json` written.
 """
 
@@ -85,10 +87,7 @@ def measure_imbalance(lengths: np.ndarray, num_steps: int) -> list[dict]:
 
 def row_of(layout: tuple, theirs: dict[str, list], padded: bool, sync: str) -> dict:
     lengths, num_replicas, batch_size, accumulation, _ = layout
-    batches = theirs | {
-        name: balanced_batches(*layout, padded=padded, sync=sync, equal_sizes=equal_sizes)
-        for name, equal_sizes in (("ours, equal sizes", True), ("ours", False))
-    }
+    batches = theirs | {name: make(*layout, padded=padded, sync=sync) for name, make in OURS.items()}
     costs = {name: cost(lengths, some, accumulation, padded, sync) for name, some in batches.items()}
     row = {
         "ranks": num_replicas,
@@ -97,11 +96,12 @@ def row_of(layout: tuple, theirs: dict[str, list], padded: bool, sync: str) -> d
         "padded": padded,
         "sync": sync,
     }
+    costs["bound"] = 1 / num_replicas
     return row | {name: value / costs["torch"] for name, value in costs.items()}
 
 
 def cost(lengths: np.ndarray, batches: list[list[list[int]]], accumulation: int, padded: bool, sync: str) -> float:
-    """Of `batches[rank][number]`: the cost of a sample with all waiting, in tokens of a rank's time."""
+    """Of `batches[rank][number]`: what a token costs with all waiting, in tokens of a rank's time."""
     num_batches = len(batches[0]) // accumulation * accumulation
     loads = np.array(
         [
@@ -111,7 +111,7 @@ def cost(lengths: np.ndarray, batches: list[list[list[int]]], accumulation: int,
         dtype=np.float64,
     ).reshape(len(batches), -1, accumulation)
     waited = loads.max(axis=0).sum() if sync == "microbatch" else loads.sum(axis=2).max(axis=0).sum()
-    return float(waited / sum(len(batch) for own in batches for batch in own[:num_batches]))
+    return float(waited / sum(lengths[batch].sum() for own in batches for batch in own[:num_batches]))
 
 
 def torch_batches(lengths, num_replicas, batch_size, accumulation, most):
@@ -141,10 +141,19 @@ def rebalanced_batches(lengths, num_replicas, batch_size, accumulation, most, qu
     return [[batch for step in steps for batch in step[rank]] for rank in range(num_replicas)]
 
 
-def balanced_batches(lengths, num_replicas, batch_size, accumulation, most, *, equal_sizes, **options):
+def balanced_batches(
+    lengths, num_replicas, batch_size, accumulation, most, *, equal_sizes=False, groups=False, **options
+):
     """Each rank works out the batches of all; here one does, and hands them to the others."""
     sampler = BalancedBatchSampler(
-        lengths, batch_size, num_replicas, 0, num_accumulation_steps=accumulation, drop_last=True, **options
+        lengths,
+        batch_size,
+        num_replicas,
+        0,
+        num_accumulation_steps=accumulation,
+        drop_last=True,
+        megabatch_steps=max(1, round(50 / num_replicas)) if groups else 1,
+        **options,
     )
     order, cells_of = sampler._order(), balanced_cells if equal_sizes else unequal_cells
     batches = [[] for _ in range(num_replicas)]
@@ -162,11 +171,16 @@ THEIRS = {
     "batch_rebalance": rebalanced_batches,
     "its linear cost": partial(rebalanced_batches, quadratic=0.0),
 }
+OURS = {
+    "ours, equal sizes": partial(balanced_batches, equal_sizes=True),
+    "ours": balanced_batches,
+    "ours, like steps": partial(balanced_batches, groups=True),
+}
 
 
 def print_imbalance(rows: list[dict]) -> None:
-    print("Cost of a sample with all waiting, torch's random batches = 1.\n")
-    names = [*THEIRS, "ours, equal sizes", "ours"]
+    print("Cost of a token with all waiting, torch's random batches = 1.\n")
+    names = [*THEIRS, *OURS, "bound"]
     print(f"| ranks x size x accumulation | batches | ranks wait | {' | '.join(names)} |")
     print("|---|---|---|" + "---|" * len(names))
     for row in rows:

@@ -17,3 +17,18 @@ def make_plan(placement="disjoint", schedule="1f1b", pp=2, dp=1, num_microbatche
         schedule=schedule,
         num_chunks=num_chunks,
     )
+
+
+def disjoint(
+    vision_dp: int = 1, llm_pp: int = 1, llm_dp: int = 1, num_microbatches: int = 4, vision_pp: int = 1, **more
+) -> Plan:
+    vision_ranks = vision_dp * vision_pp
+    return Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=vision_ranks, pp=vision_pp),
+            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_ranks),
+        ),
+        num_microbatches=num_microbatches,
+        **more,
+    )

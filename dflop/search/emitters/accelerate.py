@@ -12,6 +12,7 @@ from dflop.search.emitted import (
     encoders_beside,
     on_one_mesh,
     recomputed_all_or_none,
+    shared_beyond_cp,
     split_or_apart,
 )
 
@@ -19,6 +20,7 @@ __all__ = ["FRAMEWORK"]
 
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
+    plan = shared_beyond_cp(plan)
     llm = plan.grid("llm")
     recomputed = recomputed_all_or_none(plan, spec)
     emitted = Emitted(

@@ -15,12 +15,14 @@ from dflop.search.emitted import (
     joined,
     on_one_mesh,
     recomputed_by_module,
+    shared_beyond_cp,
 )
 
 __all__ = ["FRAMEWORK"]
 
 
 def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
+    plan = shared_beyond_cp(plan)
     llm = plan.grid("llm")
     of_rank = micro_batch * (plan.num_microbatches if llm.pp > 1 else 1)
     recomputed, layers = recomputed_by_module(plan, spec)

@@ -19,6 +19,9 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         "ddp.overlap_grad_reduce": True,
         "ddp.overlap_param_gather": True,
     }
+    if llm.cp > 1:
+        # It demands both of fine-tuning: a device may hold no target of its part of a sample.
+        keys |= {"model.calculate_per_token_loss": True, "ddp.average_in_collective": False}
     if llm.gathers:
         keys |= {
             "ddp.use_megatron_fsdp": True,

@@ -43,6 +43,10 @@ def _flags(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
         flags["--training.local_batch_size"] = str(micro_batch * plan.num_microbatches)
         flags["--parallelism.pipeline_parallel_microbatch_size"] = str(micro_batch)
         flags["--parallelism.pipeline_parallel_schedule"] = TORCH_SCHEDULES[plan.schedule]
+        flags["--training.disable_cuda_graphs"] = None
+        beyond.append(
+            "`--training.disable_cuda_graphs`, which it demands of pipelines: torchtitan 0.2 has no such flag"
+        )
         if len(set(layers)) == 1:
             flags["--parallelism.pipeline_parallel_layers_per_stage"] = str(layers[0])
             flags["--parallelism.pipeline_parallel_first_stage_less_layers"] = "0"

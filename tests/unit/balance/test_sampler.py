@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from itertools import combinations, pairwise, permutations
+from itertools import chain, combinations, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -356,6 +356,38 @@ def test_another_number_of_ranks_goes_on_with_the_same_steps(batch_size, num_rep
     assert steps([list(sampler) for sampler in after], accumulation) == expected
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("num_columns", [1, 2])
+def test_samples_of_like_cost_share_a_step_out_of_those_of_several_steps(num_columns, drop_last):
+    costs, layout = drawn_costs(150, num_columns), {"num_accumulation_steps": 2, "drop_last": drop_last}
+    plain = steps([list(own) for own in ranks(costs, 2, 2, **layout)], 2)
+    sampler = ranks(costs, 2, 2, megabatch_steps=4, **layout)
+    grouped = steps([list(own) for own in sampler], 2)
+    assert [len(own) for own in grouped] == [len(own) for own in plain]
+    orders = set()
+    for begin in range(0, len(plain), 4):
+        some = [step for step in grouped[begin : begin + 4] if len(step) == 8]
+        assert grouped[begin + len(some) : begin + 4] == plain[begin + len(some) : begin + 4]  # an incomplete one
+        drawn = sorted(chain.from_iterable(some))
+        assert drawn == sorted(chain.from_iterable(plain[begin : begin + len(some)]))
+        weights = (costs / costs[drawn].sum(axis=0)).sum(axis=1)
+        places = sorted(range(len(some)), key=lambda place: weights[some[place]].max())
+        for low, high in pairwise(places):
+            assert weights[some[low]].max() <= weights[some[high]].min() * (1 + 1e-9)
+        orders.add(tuple(places))
+    assert len(orders) > 2  # the dearest step is not always the last
+    for own in sampler:
+        own.set_epoch(1)
+    assert steps([list(own) for own in sampler], 2) != grouped
+
+
+def test_padded_batches_of_two_ranks_are_padded_little_by_sharing_steps_with_their_like():
+    costs = np.random.default_rng(0).lognormal(6, 1, 4096)
+    plain, grouped = ([list(own) for own in ranks(costs, 8, 2, padded=True, megabatch_steps=n)] for n in (1, 25))
+    padded = [sum(len(batch) * costs[batch].max() for own in some for batch in own) for some in (plain, grouped)]
+    assert padded[1] < 0.6 * padded[0]
+
+
 def test_all_ranks_hold_the_same_state():
     samplers = ranks(drawn_costs(64), 2, 4, num_accumulation_steps=2)
     for sampler in samplers:
@@ -426,6 +458,7 @@ NAN, INFINITE = float("nan"), float("inf")
         ({"rank": 2}, "rank=2 is not among the ranks 0 to 1 of num_replicas=2"),
         ({"rank": -1}, "rank=-1 is not among"),
         ({"num_accumulation_steps": 0}, "num_accumulation_steps=0 must be"),
+        ({"megabatch_steps": 0}, "megabatch_steps=0 must be"),
         ({"drop_last": True, "batch_size": 3}, "4 samples do not fill one batch of 3 .* use batch_size <= 2"),
         ({"drop_last": True, "num_replicas": 8}, "use num_replicas <= 4, or drop_last=False"),
         ({"num_replicas": None}, "init_process_group"),
@@ -467,6 +500,7 @@ def test_an_epoch_in_which_a_sample_fits_into_no_batch_does_not_begin(largest):
         ({"seed": 1}, "the state is of seed=1, but this sampler has seed=0"),
         ({"num_samples": 63}, "num_samples=63, but this sampler has num_samples=64"),
         ({"samples_per_step": 32}, "samples_per_step=32, but this sampler has samples_per_step=16"),
+        ({"megabatch_steps": 4}, "megabatch_steps=4, but this sampler has megabatch_steps=1"),
         ({"num_replicas": 4}, r"after 1 of 2 batches of a step, dealt with num_replicas=4 \(now 2\)"),
         ({"num_steps": -1}, "num_steps=-1 must be at least 0"),
     ],

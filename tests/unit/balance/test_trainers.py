@@ -117,6 +117,7 @@ class OwnSampler(Trainer):
         ({"data": [{"messages": "x"}] * 4, "remove_unused_columns": False}, None, "neither a column 'length' nor"),
         ({}, [1, 2, 3], "there are 3 costs for 4 samples"),
         ({"train_sampling_strategy": "sequential"}, None, "'sequential' orders samples itself"),
+        ({"kind": OwnSampler, "train_sampling_strategy": "group_by_length"}, None, "gives LengthGroupedSampler"),
         ({"kind": OwnSampler, "data": TEXTS * 2}, None, r"OwnSampler .* \(_get_train_sampler gives SequentialSampler"),
         ({}, [[1, 2]] * 4, "padded=True needs one cost a sample"),
     ],
@@ -148,6 +149,13 @@ def test_batches_are_unequal_only_where_the_loss_is_divided_by_the_tokens_of_the
         trainer = trainer_of(model, TEXTS, tmp_path, average_tokens_across_devices=average)
         assert balance_trainer(trainer).get_train_dataloader().batch_sampler.equal_sizes is equal_sizes
     assert [len(sample["input_ids"]) for sample in TEXTS] == [1, 2, 3, 4], "looking at two samples changed one"
+
+
+def test_samples_of_like_length_share_steps_where_the_trainer_would_group_by_length(model, tmp_path):
+    for strategy, asked, steps in (("group_by_length", None, 50), ("random", None, 1), ("random", 4, 4)):
+        trainer = trainer_of(model, TEXTS, tmp_path, train_sampling_strategy=strategy)
+        balanced = balance_trainer(trainer, megabatch_steps=asked)
+        assert balanced.get_train_dataloader().batch_sampler.megabatch_steps == steps
 
 
 def test_a_batch_that_does_not_fit_the_memory_is_made_smaller(model, tmp_path):

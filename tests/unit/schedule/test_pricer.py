@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_plans import disjoint
 
 from dflop.balance import random_buckets
 from dflop.base import UserError
@@ -21,18 +22,6 @@ from dflop.schedule import Assignment, Pricer
 from dflop.step import nodes_of
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
-
-
-def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=4, checkpointing=False) -> Plan:
-    return Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
-        ),
-        num_microbatches=num_microbatches,
-        checkpointing=checkpointing,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +50,7 @@ def at_random(pricer: Pricer, shapes, seed: int) -> Assignment:
 
 
 plans = st.builds(
-    make_plan,
+    disjoint,
     vision_dp=st.integers(1, 3),
     llm_pp=st.integers(1, 4),
     llm_dp=st.integers(1, 3),
@@ -88,7 +77,7 @@ def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pri
         llm_tokens=np.where(long, 2000, 20),
         target_tokens=np.where(long, 1, 19),
     )
-    pricer = make_pricer(make_plan(llm_pp=3, num_microbatches=20), model=model)
+    pricer = make_pricer(disjoint(llm_pp=3, num_microbatches=20), model=model)
     microbatch = np.arange(40) // 2
     assignment = pricer.assign(shapes, np.zeros(40, dtype=np.int64), microbatch)
     assert pricer.lower_bound_s(shapes) <= pricer.step_s(shapes, assignment)
@@ -146,7 +135,7 @@ def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_co
     make_pricer, draw_samples, costs
 ):
     """Ranks 0 to 3 are of the first node: the encoder's and those of three of the LLM's four stages."""
-    pricer = make_pricer(make_plan(llm_pp=4), model=with_links(costs, p2p_intra_2=Link(3e-4, 2e9)))
+    pricer = make_pricer(disjoint(llm_pp=4), model=with_links(costs, p2p_intra_2=Link(3e-4, 2e9)))
     shapes = draw_samples(24, 0)
     assignment = at_random(pricer, shapes, 0)
     times = pricer.stage_times(shapes, assignment)
@@ -174,7 +163,7 @@ def test_transfers_are_priced_by_the_links_that_were_measured_and_else_by_the_co
 )
 def test_gradients_are_summed_over_the_replicas_links(make_pricer, draw_samples, costs, vision_dp, fitted, expected):
     """Three LLM replicas: behind one encoder rank they fill the first node, behind two they reach the second."""
-    pricer = make_pricer(make_plan(vision_dp=vision_dp, llm_dp=3), model=with_links(costs, **fitted))
+    pricer = make_pricer(disjoint(vision_dp=vision_dp, llm_dp=3), model=with_links(costs, **fitted))
     shapes = draw_samples(24, 0)
     sync_s = pricer.stage_times(shapes, at_random(pricer, shapes, 0)).sync_s
     size = 4 * 5e5 + 3e5
@@ -222,7 +211,7 @@ def test_syncs_run_beside_passes_where_devices_compute_while_they_communicate(
     make_pricer, draw_samples, costs, precision, summed
 ):
     """Gradients of all but the first layer and the embedding; parameters of layers, but for the first one."""
-    plan, shapes = make_plan(vision_dp=2, llm_dp=2, llm_pp=2), draw_samples(24, 0)
+    plan, shapes = disjoint(vision_dp=2, llm_dp=2, llm_pp=2), draw_samples(24, 0)
     pricers = [
         make_pricer(plan, precision=precision, cluster=dataclasses.replace(CLUSTER, device_model=device_model))
         for device_model in ("cpu", "h100-80g")
@@ -262,7 +251,7 @@ def test_more_bytes_never_cross_faster_and_a_latency_makes_no_step_shorter(
 
 def test_half_precision_halves_what_crosses_a_bridge(make_pricer, draw_samples):
     shapes = draw_samples(16, 0)
-    full, half = (make_pricer(make_plan(), precision=precision) for precision in ("fp32", "bf16"))
+    full, half = (make_pricer(disjoint(), precision=precision) for precision in ("fp32", "bf16"))
     assignment = at_random(full, shapes, 0)
     whole_s, half_s = (pricer.stage_times(shapes, assignment).bridges.seconds for pricer in (full, half))
     assert len(whole_s)
@@ -271,7 +260,7 @@ def test_half_precision_halves_what_crosses_a_bridge(make_pricer, draw_samples):
 
 def test_a_frozen_encoder_takes_no_backward_time_and_balances_by_its_forward_alone(make_pricer, draw_samples):
     shapes = draw_samples(16, 0)
-    trained, frozen = make_pricer(make_plan(vision_dp=2)), make_pricer(make_plan(vision_dp=2), frozen=("vision",))
+    trained, frozen = make_pricer(disjoint(vision_dp=2)), make_pricer(disjoint(vision_dp=2), frozen=("vision",))
     assignment = at_random(trained, shapes, 0)
     times, times_frozen = trained.stage_times(shapes, assignment), frozen.stage_times(shapes, assignment)
     assert (times_frozen.backward_s[:2] == 0).all()
@@ -291,7 +280,7 @@ def test_a_batch_whose_buckets_keep_their_token_limit_fits_in_memory(
     """Where all samples have as large a share of learned tokens as the batch."""
     shapes = draw_samples(24, seed)
     shapes = dataclasses.replace(shapes, target_tokens=np.maximum(1, shapes.llm_tokens // 5))
-    plan = make_plan(llm_pp=llm_pp, num_microbatches=4, checkpointing=checkpointing)
+    plan = disjoint(llm_pp=llm_pp, num_microbatches=4, checkpointing=checkpointing)
     roomy = make_pricer(plan)
     assignment = at_random(roomy, shapes, seed)
     needed = roomy.memory_bytes(shapes, assignment)["llm"]
@@ -324,7 +313,7 @@ def test_stages_ahead_hold_more_microbatches_in_memory(make_pricer, draw_samples
     shapes = draw_samples(24, 0)
     peaks = []
     for llm_pp in (1, 2, 4):
-        pricer = make_pricer(make_plan(llm_pp=llm_pp, num_microbatches=6))
+        pricer = make_pricer(disjoint(llm_pp=llm_pp, num_microbatches=6))
         assignment = Assignment(
             llm_dp_rank=np.zeros(24, dtype=np.int64),
             microbatch=np.arange(24) % 6,
@@ -337,7 +326,7 @@ def test_stages_ahead_hold_more_microbatches_in_memory(make_pricer, draw_samples
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_a_frozen_module_holds_its_parameters_alone(make_pricer, draw_samples, module):
     shapes = draw_samples(16, 0)
-    trained, frozen = make_pricer(make_plan()), make_pricer(make_plan(), frozen=(module,))
+    trained, frozen = make_pricer(disjoint()), make_pricer(disjoint(), frozen=(module,))
     assignment = at_random(trained, shapes, 0)
     saved = trained.memory_bytes(shapes, assignment)[module] - frozen.memory_bytes(shapes, assignment)[module]
     assert saved >= 3 * (4 * 5e5 + 3e5) * (1 - 1e-9)  # gradients and two moments of four layers and the rest
@@ -347,15 +336,15 @@ def test_parameters_that_do_not_fit_say_so_with_both_numbers(make_pricer):
     with pytest.raises(
         UserError, match=r"optimiser state of vision take 0.* GiB a device and .* 0 GiB, `cluster\.memory_gib` is 1e-06"
     ):
-        make_pricer(make_plan(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).memory.max_bucket_tokens()
+        make_pricer(disjoint(), dataclasses.replace(CLUSTER, memory_gib=1e-6)).memory.max_bucket_tokens()
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_what_processes_and_their_allocators_hold_comes_on_top(make_pricer, costs, draw_samples, module):
     shapes = draw_samples(24, 0)
-    plain = make_pricer(make_plan())
+    plain = make_pricer(disjoint())
     assignment = at_random(plain, shapes, 0)
-    held = make_pricer(make_plan(), model=dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.5))
+    held = make_pricer(disjoint(), model=dataclasses.replace(costs, overhead_bytes=1e8, allocator_share=0.5))
     tensors = plain.memory_bytes(shapes, assignment)[module]
     assert held.memory_bytes(shapes, assignment)[module] == pytest.approx(1e8 + 1.5 * tensors)
     assert held.memory.max_bucket_tokens() < plain.memory.max_bucket_tokens()
@@ -363,14 +352,14 @@ def test_what_processes_and_their_allocators_hold_comes_on_top(make_pricer, cost
 
 def test_the_share_of_microbatches_beyond_what_was_measured_is_counted(make_pricer, costs, draw_samples):
     shapes = draw_samples(24, 0)
-    assignment = at_random(make_pricer(make_plan()), shapes, 0)
+    assignment = at_random(make_pricer(disjoint()), shapes, 0)
     nothing, anything = (0.0,) * 4, (1e12,) * 4
     for most, share in ((anything, 0.0), (nothing, 0.5)):
         ranges = {
             ("llm", LayoutKey(), False): LoadRange(nothing, most),
             ("vision", LayoutKey(), False): LoadRange(nothing, anything),
         }
-        pricer = make_pricer(make_plan(), model=dataclasses.replace(costs, ranges=ranges))
+        pricer = make_pricer(disjoint(), model=dataclasses.replace(costs, ranges=ranges))
         assert pricer.extrapolated_share(shapes, assignment) == share
         marked = pricer.extrapolated(shapes, assignment)
         nodes = pricer.nodes

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from small_plans import disjoint
 
 from dflop.balance import balanced_cells, bucket_loads, drawn_in_turns, lpt_buckets
 from dflop.base import UserError
@@ -19,20 +20,9 @@ NUM_STEPS = 6
 CLUSTER = ClusterConfig(devices_per_node=8, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
 
 
-def make_plan(vision_dp: int, llm_pp: int, llm_dp: int, num_microbatches: int = 4) -> Plan:
-    return Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
-        ),
-        num_microbatches=num_microbatches,
-    )
-
-
 def plan_of(schedule: StepSchedule) -> Plan:
     """The layout that a schedule is for: no two of them have as many nodes."""
-    plans = {len(nodes_of(plan)): plan for plan in (make_plan(*layout) for layout in LAYOUTS.values())}
+    plans = {len(nodes_of(plan)): plan for plan in (disjoint(*layout) for layout in LAYOUTS.values())}
     return plans[len(schedule.forward_s)]
 
 
@@ -63,7 +53,7 @@ def make_scheduler(costs, tiny_spec, draw_samples):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def schedules(request, make_scheduler) -> dict[str, list[StepSchedule]]:
     """Each policy's first steps under one layout."""
-    with make_scheduler(make_plan(*LAYOUTS[request.param])).open() as scheduler:
+    with make_scheduler(disjoint(*LAYOUTS[request.param])).open() as scheduler:
         return {policy: [scheduler.schedule(step, policy) for step in range(NUM_STEPS)] for policy in POLICIES}
 
 
@@ -166,7 +156,7 @@ def test_the_predicted_times_are_those_of_what_the_schedule_holds(schedules, mak
 
 
 def test_the_order_of_microbatches_is_never_worse_than_the_one_they_were_packed_in(make_scheduler):
-    scheduler = make_scheduler(make_plan(1, 2, 1, num_microbatches=8))
+    scheduler = make_scheduler(disjoint(1, 2, 1, num_microbatches=8))
     gained = []
     for step in range(NUM_STEPS):
         shapes = scheduler.samples.take(scheduler.batches[step])
@@ -178,9 +168,9 @@ def test_the_order_of_microbatches_is_never_worse_than_the_one_they_were_packed_
 
 
 def test_a_run_whose_batches_cannot_all_be_scheduled_is_known_before_it_starts(make_scheduler):
-    make_scheduler(make_plan(1, 1, 1), batch_size=4).check(3)
+    make_scheduler(disjoint(1, 1, 1), batch_size=4).check(3)
     with pytest.raises(UserError, match="cannot fill 4 buckets"):
-        make_scheduler(make_plan(1, 1, 1), batch_size=3).check(3)
+        make_scheduler(disjoint(1, 1, 1), batch_size=3).check(3)
 
 
 def test_a_schedule_comes_back_from_its_bytes_with_its_types(schedules):
@@ -200,7 +190,7 @@ def test_a_schedule_comes_back_from_its_bytes_with_its_types(schedules):
 
 @pytest.mark.parametrize("policy", ["random", "lpt"])
 def test_a_step_is_scheduled_the_same_in_whatever_order_steps_are_asked_for(make_scheduler, policy):
-    plan = make_plan(2, 2, 2)
+    plan = disjoint(2, 2, 2)
     first, second = make_scheduler(plan, policy), make_scheduler(plan, policy)
     one = {step: first.schedule(step) for step in (0, 1, 2)}
     two = {step: second.schedule(step) for step in (2, 0)}
@@ -210,13 +200,13 @@ def test_a_step_is_scheduled_the_same_in_whatever_order_steps_are_asked_for(make
 
 
 def test_a_policy_asked_for_by_name_goes_before_the_configured_one(make_scheduler):
-    scheduler = make_scheduler(make_plan(1, 1, 2), "random")
+    scheduler = make_scheduler(disjoint(1, 1, 2), "random")
     assert scheduler.schedule(0).policy == "random"
     assert scheduler.schedule(0, "lpt").policy == "lpt"
 
 
 def test_in_training_on_gpus_a_search_goes_on_while_it_gains_and_the_predicted_step_lasts(make_scheduler):
-    plan = make_plan(2, 2, 2)
+    plan = disjoint(2, 2, 2)
     gpus = dataclasses.replace(CLUSTER, device="cuda", device_model="h100-80g")
 
     def scheduled_s(cluster: ClusterConfig, goes_on: bool, costs_share: float = 1.0) -> list[float]:
@@ -236,7 +226,7 @@ def test_in_training_on_gpus_a_search_goes_on_while_it_gains_and_the_predicted_s
 
 
 def test_closing_ends_the_solvers_process_and_a_later_step_starts_another(make_scheduler):
-    scheduler = make_scheduler(make_plan(1, 1, 1, num_microbatches=8), "ilp", batch_size=16)
+    scheduler = make_scheduler(disjoint(1, 1, 1, num_microbatches=8), "ilp", batch_size=16)
     with scheduler.open():
         scheduler.schedule(0)
         assert scheduler._cbc is not None
@@ -271,6 +261,6 @@ def test_the_preview_has_a_row_a_sample_and_a_row_a_stage_and_microbatch(schedul
 
 
 def test_a_search_has_fewer_trials_where_there_are_many_buckets(make_scheduler):
-    few = make_scheduler(make_plan(1, 1, 4, 4), "search")
-    many = make_scheduler(make_plan(1, 1, 64, 16), "search")
+    few = make_scheduler(disjoint(1, 1, 4, 4), "search")
+    many = make_scheduler(disjoint(1, 1, 64, 16), "search")
     assert (few.num_trials, many.num_trials) == (8000, 2000)

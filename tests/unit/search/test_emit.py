@@ -34,6 +34,8 @@ SHARED = Plan(
 
 # The same with long samples over up to four replicas.
 LONG = replace(SHARED, grids=(SHARED.grids[0], replace(SHARED.grid("llm"), cp=4)))
+# As many devices divide a sample as share parameters.
+LONG_IN_A_NODE = replace(SHARED, grids=(SHARED.grids[0], replace(SHARED.grid("llm"), cp=8)))
 
 
 def test_megatron_is_told_sizes_microbatches_and_the_distributed_optimiser():
@@ -345,7 +347,8 @@ DOCUMENTED = {
     "megatron_bridge": {
         *(f"model.{name}" for name in CORE),
         *(f"train.{name}" for name in BATCHES),
-        *(f"ddp.{name}" for name in (*DDP, "num_distributed_optimizer_instances")),
+        *(f"ddp.{name}" for name in (*DDP, "num_distributed_optimizer_instances", "average_in_collective")),
+        "model.calculate_per_token_loss",
         "checkpoint.ckpt_format",
     },
     "ms_swift": {f"--{name}" for name in (*CORE, *DDP, *BATCHES, "vit_gradient_checkpointing")},
@@ -529,7 +532,27 @@ def test_devices_that_divide_a_sample_count_as_one_replica(framework, sizes, sha
         assert counts[1] == max(1, shards // 4)
 
 
-@pytest.mark.parametrize("plan", [SHARED, LONG, WHOLE], ids=str)
+def test_megatron_bridge_is_told_what_it_demands_where_devices_divide_samples():
+    demanded = {"model.calculate_per_token_loss": True, "ddp.average_in_collective": False}
+    assert demanded.items() <= emit("megatron_bridge", LONG, SPEC, 512).flags.items()
+    assert not demanded.keys() & emit("megatron_bridge", SHARED, SPEC, 512).flags.keys()
+
+
+def test_torchtitan_has_no_cuda_graphs_in_pipelines():
+    assert "--training.disable_cuda_graphs" in emit("torchtitan", PIPELINE, SPEC, 512).flags
+    assert "--training.disable_cuda_graphs" not in emit("torchtitan", SHARED, SPEC, 512).flags
+
+
+@pytest.mark.parametrize("framework", ["automodel", "accelerate"])
+def test_copies_whose_parameters_only_the_devices_of_a_sample_share_are_refused_and_so_all_share(framework):
+    emitted = emit(framework, LONG_IN_A_NODE, SPEC, 512)
+    assert not any("replicate" in name and size != 1 for name, size in emitted.flags.items())
+    assert emitted.plan.grid("llm").num_shards == 64
+    assert any("llm parameters among 8; as the flags have it: " in sentence for sentence in emitted.beyond)
+    assert emit(framework, LONG, SPEC, 512).plan.grid("llm").num_shards == 8
+
+
+@pytest.mark.parametrize("plan", [SHARED, LONG, LONG_IN_A_NODE, WHOLE], ids=str)
 def test_accelerate_reads_its_config(plan, tmp_path):
     file = tmp_path / "accelerate.yaml"
     file.write_text(emit("accelerate", plan, SPEC, 512).to_text(FRAMEWORKS["accelerate"], plan))

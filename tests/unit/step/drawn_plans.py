@@ -23,21 +23,6 @@ def llm_alone(pp: int, num_microbatches: int, schedule: str = "1f1b", num_chunks
     )
 
 
-def disjoint(
-    vision_dp: int = 1, llm_pp: int = 1, llm_dp: int = 1, num_microbatches: int = 1, vision_pp: int = 1, **more
-) -> Plan:
-    vision_ranks = vision_dp * vision_pp
-    return Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_ranks, pp=vision_pp),
-            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_ranks),
-        ),
-        num_microbatches=num_microbatches,
-        **more,
-    )
-
-
 @st.composite
 def shardings(draw, dp: int) -> dict[str, object]:
     """How a grid of one stage shares parameters, if at all."""

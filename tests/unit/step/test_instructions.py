@@ -7,9 +7,10 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from drawn_plans import disjoint, llm_alone, orders, plans
+from drawn_plans import llm_alone, orders, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_plans import disjoint
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch_notation import actions_of
 

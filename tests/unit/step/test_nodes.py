@@ -1,7 +1,8 @@
 """Workers tile the world, every rank of a node takes part in it, and nodes come in one order everywhere."""
 
-from drawn_plans import disjoint, plans
+from drawn_plans import plans
 from hypothesis import given, settings
+from small_plans import disjoint
 
 from dflop.plan import Grid, Plan
 from dflop.step import Node, Worker, nodes_of, stages_of, workers_of
@@ -43,7 +44,7 @@ def test_replicas_of_a_stage_are_nodes_one_after_the_other(plan):
 
 
 def test_the_encoder_comes_first_then_the_llms_stages_by_replica():
-    plan = disjoint(vision_dp=1, llm_pp=2, llm_dp=2)
+    plan = disjoint(llm_pp=2, llm_dp=2, num_microbatches=1)
     assert nodes_of(plan) == (
         Node("vision", 0, 0),
         Node("llm", 0, 0),

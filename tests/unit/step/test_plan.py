@@ -6,25 +6,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from small_plans import disjoint
 
 from dflop.base import UserError
 from dflop.plan import Grid, Plan, check_layers, load_plan, plan_from_dict, split_layers
 
-
-def make_plan(vision_dp=1, llm_pp=1, llm_dp=1, num_microbatches=2, **more) -> Plan:
-    return Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
-        ),
-        num_microbatches=num_microbatches,
-        **more,
-    )
-
-
 plans = st.builds(
-    make_plan,
+    disjoint,
     vision_dp=st.integers(1, 4),
     llm_pp=st.integers(1, 4),
     llm_dp=st.integers(1, 4),
@@ -40,7 +28,7 @@ def test_a_plan_comes_back_from_its_dict(plan):
 
 def test_a_plan_comes_back_from_its_file_with_whatever_stands_beside_it(tmp_path):
     path = tmp_path / "plan.yaml"
-    plan = make_plan(vision_dp=2, llm_pp=2, llm_dp=3)
+    plan = disjoint(vision_dp=2, llm_pp=2, llm_dp=3)
     path.write_text(yaml.safe_dump({"why": "because", "plan": plan.to_dict(), "predicted": {"step_s": 1.0}}))
     assert load_plan(path) == plan
 
@@ -79,7 +67,7 @@ def test_a_file_without_a_plan_says_how_to_make_one(tmp_path, text):
 )
 def test_a_field_that_a_hand_got_wrong_is_named_with_what_would_be_right(tmp_path, change, complaint):
     path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump({"plan": make_plan(llm_pp=2).to_dict() | change}))
+    path.write_text(yaml.safe_dump({"plan": disjoint(llm_pp=2).to_dict() | change}))
     with pytest.raises(UserError, match=rf"plan\.yaml: {complaint}"):
         load_plan(path)
 
@@ -116,16 +104,16 @@ def test_a_field_that_a_hand_got_wrong_is_named_with_what_would_be_right(tmp_pat
     ],
 )
 def test_a_grid_that_a_hand_got_wrong_is_named_with_what_would_be_right(change, complaint):
-    values = make_plan(llm_pp=2).to_dict()
+    values = disjoint(llm_pp=2).to_dict()
     values["grids"]["llm"] |= change
     with pytest.raises(UserError, match=complaint):
         plan_from_dict(values)
 
 
 def test_some_layers_of_each_stage_are_recomputed_all_or_none():
-    plan = make_plan(llm_pp=2, checkpointing=True)
+    plan = disjoint(llm_pp=2, checkpointing=True)
     assert plan.recomputed_of("llm", 5) == (3, 2)
-    assert make_plan(llm_pp=2).recomputed_of("llm", 5) == (0, 0)
+    assert disjoint(llm_pp=2).recomputed_of("llm", 5) == (0, 0)
     some = [dataclasses.replace(grid, recomputed=own) for grid, own in zip(plan.grids, ((0,), (3, 1)), strict=True)]
     plan = dataclasses.replace(plan, grids=tuple(some))
     assert plan.recomputed_of("llm", 5) == (3, 1)
@@ -146,14 +134,14 @@ def test_some_of_the_recomputed_layers_are_so_but_for_attention():
 
 
 def test_a_grid_recomputes_nothing_where_it_leaves_to_another_to_say_how_much():
-    values = make_plan(llm_pp=2, checkpointing=True).to_dict()
+    values = disjoint(llm_pp=2, checkpointing=True).to_dict()
     values["grids"]["llm"]["recomputed"] = [1, 0]
     plan = plan_from_dict(values)
     assert (plan.recomputed_of("vision", 3), plan.recomputed_of("llm", 5)) == ((0,), (1, 0))
     assert str(plan).endswith(", checkpointing (layers vision 0, llm 1+0)")
     assert plan_from_dict(plan.to_dict()) == plan
     values["grids"]["llm"]["recomputed"] = None
-    assert plan_from_dict(values) == make_plan(llm_pp=2, checkpointing=True)
+    assert plan_from_dict(values) == disjoint(llm_pp=2, checkpointing=True)
     del values["grids"]["llm"]["recomputed"], values["grids"]["vision"]["recomputed"]
     assert plan_from_dict(values).recomputed_of("vision", 3) == (3,)
 
@@ -170,7 +158,7 @@ def test_a_grid_recomputes_nothing_where_it_leaves_to_another_to_say_how_much():
     ],
 )
 def test_layers_that_the_model_does_not_have_are_named_with_the_file(tmp_path, change, complaint):
-    values = make_plan(llm_pp=2, checkpointing=True).to_dict()
+    values = disjoint(llm_pp=2, checkpointing=True).to_dict()
     values["grids"]["llm"] |= change
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"plan": values}))
@@ -179,10 +167,10 @@ def test_layers_that_the_model_does_not_have_are_named_with_the_file(tmp_path, c
 
 
 def test_a_grid_may_leave_out_its_dp():
-    values = make_plan(llm_pp=2).to_dict()
+    values = disjoint(llm_pp=2).to_dict()
     for grid in values["grids"].values():
         del grid["dp"]
-    assert plan_from_dict(values) == make_plan(llm_pp=2)
+    assert plan_from_dict(values) == disjoint(llm_pp=2)
 
 
 def test_a_missing_plan_says_which_command_makes_it(tmp_path):
@@ -205,11 +193,11 @@ def test_a_plan_with_all_that_there_is_comes_back_from_its_dict():
 
 
 def test_a_file_from_before_chunks_and_layers_still_loads():
-    values = make_plan(llm_pp=2).to_dict()
+    values = disjoint(llm_pp=2).to_dict()
     del values["num_chunks"]
     for grid in values["grids"].values():
         del grid["layers"]
-    assert plan_from_dict(values) == make_plan(llm_pp=2)
+    assert plan_from_dict(values) == disjoint(llm_pp=2)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +243,7 @@ def test_numbers_that_do_not_fit_the_schedule_are_refused_with_those_that_would(
 
 
 def test_a_plan_reads_as_one_line():
-    assert str(make_plan(vision_dp=2, llm_pp=3, checkpointing=True)) == (
+    assert str(disjoint(vision_dp=2, llm_pp=3, num_microbatches=2, checkpointing=True)) == (
         "disjoint: vision tp1 pp1 dp2 + llm tp1 pp3 dp1, 2 microbatches, 1f1b, checkpointing"
     )
 

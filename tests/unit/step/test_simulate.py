@@ -13,9 +13,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from drawn_plans import disjoint, llm_alone, orders, plans
+from drawn_plans import llm_alone, orders, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_plans import disjoint
 
 from dflop.plan import Grid, Plan
 from dflop.plan.trained import TrainedSet
@@ -407,7 +408,7 @@ def test_a_late_part_of_the_sync_runs_beside_the_first_forward():
 
 
 def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
-    compiled = compile_plan(disjoint(llm_pp=2))
+    compiled = compile_plan(disjoint(llm_pp=2, num_microbatches=1))
     timeline = simulate(compiled, make_times(compiled, 0.0, 0.0))
     assert (timeline.step_s, timeline.idle) == (0.0, 0.0)
 
@@ -465,4 +466,4 @@ def test_a_plan_of_thousands_of_ranks_compiles_without_looking_at_each():
     )  # fmt: skip
     np.testing.assert_array_equal(few.order, many.order)
     assert (many.num_nodes, many.num_workers) == (8192, 8192)
-    assert len(stages_of(disjoint(vision_dp=9))) == 2
+    assert len(stages_of(disjoint(vision_dp=9, num_microbatches=1))) == 2

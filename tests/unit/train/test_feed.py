@@ -6,10 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch.distributed as dist
+from small_plans import disjoint
 
 from dflop.base import UserError
 from dflop.config import ClusterConfig, ScheduleConfig
-from dflop.plan import Grid, Plan
+from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule
 from dflop.shapes.reader import MediumSize
 from dflop.step import Node, nodes_of
@@ -21,15 +22,7 @@ NUM_MICROBATCHES = 4
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def case(request, costs, tiny_spec, draw_samples) -> tuple[Plan, list[StepSchedule]]:
-    vision_dp, llm_pp, llm_dp = LAYOUTS[request.param]
-    plan = Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_pp * llm_dp, pp=llm_pp, rank_offset=vision_dp),
-        ),
-        num_microbatches=NUM_MICROBATCHES,
-    )
+    plan = disjoint(*LAYOUTS[request.param], NUM_MICROBATCHES)
     samples = draw_samples(80, seed=4)
     pricer = Pricer(
         plan,

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import yaml
+from small_plans import disjoint
 
 from dflop.base import UserError
 from dflop.base.torchrun import threads_per_rank
@@ -16,21 +17,12 @@ from dflop.schedule.correction import BinKey, LearnedBin
 from dflop.train import check_devices, launch_ranks
 from dflop.train.summary import what_to_rerun
 
-
-def make_plan(vision_dp: int = 2, llm_dp: int = 3) -> Plan:
-    return Plan(
-        placement="disjoint",
-        grids=(
-            Grid(module="vision", num_ranks=vision_dp),
-            Grid(module="llm", num_ranks=llm_dp, rank_offset=vision_dp),
-        ),
-        num_microbatches=2,
-    )
+PLAN = disjoint(vision_dp=2, llm_dp=3, num_microbatches=2)
 
 
 def test_a_plan_for_more_devices_than_there_are_says_both_numbers():
     with pytest.raises(UserError) as caught:
-        check_devices(load_config({"cluster": {"devices_per_node": 4}}), make_plan())
+        check_devices(load_config({"cluster": {"devices_per_node": 4}}), PLAN)
     message = str(caught.value)
     assert "the plan needs 5 devices, `cluster` has 4 (1 x 4)" in message
     assert "run `dflop plan` again for this cluster" in message
@@ -40,17 +32,17 @@ def test_a_plan_for_more_devices_than_there_are_says_both_numbers():
 def test_several_nodes_must_have_exactly_the_plans_devices(num_nodes, devices_per_node, have):
     config = load_config({"cluster": {"num_nodes": num_nodes, "devices_per_node": devices_per_node}})
     with pytest.raises(UserError, match=f"the plan is for 5 devices, `cluster` has {have} on {num_nodes} nodes"):
-        check_devices(config, make_plan())
+        check_devices(config, PLAN)
 
 
 @pytest.mark.parametrize("devices_per_node", [5, 8])
 def test_a_plan_for_the_devices_there_are_or_fewer_of_one_node_passes(devices_per_node):
-    check_devices(load_config({"cluster": {"devices_per_node": devices_per_node}}), make_plan())
+    check_devices(load_config({"cluster": {"devices_per_node": devices_per_node}}), PLAN)
 
 
 def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump({"plan": make_plan().to_dict()}))
+    path.write_text(yaml.safe_dump({"plan": PLAN.to_dict()}))
     with pytest.raises(UserError, match="the plan needs 5 devices"):
         launch_ranks(load_config({"cluster": {"devices_per_node": 2}}), plan=path, arguments={})
     with pytest.raises(UserError, match="make it with `dflop plan`"):
@@ -68,8 +60,8 @@ def test_nothing_is_started_for_a_plan_that_does_not_fit(tmp_path):
     ],
 )
 def test_nothing_is_started_for_a_plan_that_does_not_fit_the_model(tmp_path, change, complaint):
-    grids = (make_plan().grids[0], Grid(module="llm", rank_offset=2, **change))
-    plan = dataclasses.replace(make_plan(), grids=grids, checkpointing=True)
+    grids = (PLAN.grids[0], Grid(module="llm", rank_offset=2, **change))
+    plan = dataclasses.replace(PLAN, grids=grids, checkpointing=True)
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     with pytest.raises(UserError, match=f"plan.yaml: {complaint}"):
@@ -94,7 +86,7 @@ def test_several_nodes_of_gpus_need_the_jobs_node_list(tmp_path, monkeypatch):
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump({"plan": make_plan(2, 2).to_dict()}))
+    path.write_text(yaml.safe_dump({"plan": disjoint(vision_dp=2, llm_dp=2, num_microbatches=2).to_dict()}))
     with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2: run this inside `srun`"):
         launch_ranks(
             load_config({"cluster": {"device": "cuda", "num_nodes": 2, "devices_per_node": 2}}),
