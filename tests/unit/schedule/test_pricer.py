@@ -35,7 +35,7 @@ def make_pricer(costs, tiny_spec):
 
 
 def test_costs_that_say_nothing_of_kept_attention_refuse_a_plan_that_has_it(make_pricer, costs):
-    plan = make_plan(llm_pp=2, checkpointing=True)
+    plan = disjoint(llm_pp=2, checkpointing=True)
     llm = dataclasses.replace(plan.grid("llm"), recomputed=(2, 2), attention_kept=(1, 0))
     plan = dataclasses.replace(plan, grids=(plan.grids[0], llm))
     assert make_pricer(plan).plan == plan

@@ -122,7 +122,7 @@ def test_some_layers_of_each_stage_are_recomputed_all_or_none():
 
 
 def test_some_of_the_recomputed_layers_are_so_but_for_attention():
-    values = make_plan(llm_pp=2, checkpointing=True).to_dict()
+    values = disjoint(llm_pp=2, checkpointing=True).to_dict()
     values["grids"]["llm"] |= {"recomputed": [3, 1], "attention_kept": [2, 0]}
     plan = plan_from_dict(values)
     assert (plan.recomputed_of("llm", 5), plan.attention_kept_of("llm")) == ((3, 1), (2, 0))
