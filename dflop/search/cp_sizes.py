@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dflop.balance import LPT, Policy
 from dflop.base import UserError
 from dflop.config import Config, PlanConfig
-from dflop.costs import CostModel
+from dflop.costs import CostModel, StageKind
 from dflop.models import ModelSpec
+from dflop.schedule import loads_of
 from dflop.search.best_first import SearchResult, search_with
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.space import allowed_cp_sizes
@@ -14,8 +15,8 @@ from dflop.shapes import SampleShapes
 
 __all__ = ["search_plans"]
 
-# A sample is long that takes this part of what a device computes of a batch. Among shorter ones (of up to 0.3), sharing
-# brought nothing: each device has several of them.
+# A sample is long that takes this part of what a device computes of a batch, or of a device's memory where no layer is
+# recomputed. Among shorter ones (of up to 0.3), sharing brought nothing: each device has several of them.
 _LONG = 0.5
 
 
@@ -48,7 +49,7 @@ def search_plans(
     batches = GroupedBatches(config, spec, costs, samples)
     sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
     # Where no sample is long the smallest size alone, and others only if nothing fits: replicas hold more together.
-    num_first = len(sizes) if _has_long_sample(config, batches) else 1
+    num_first = len(sizes) if _has_long_sample(config, spec, costs, batches) else 1
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
     found, trouble, num_before, num_plans = None, None, 0, 0
 
@@ -87,7 +88,9 @@ def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
     return sizes if batches.largest.can_be_divided.all() else sizes[:1]
 
 
-def _has_long_sample(config: Config, batches: GroupedBatches) -> bool:
-    """Whether a sample takes a large part of what a device computes of a batch (`_LONG`)."""
+def _has_long_sample(config: Config, spec: ModelSpec, costs: CostModel, batches: GroupedBatches) -> bool:
+    """Whether a sample takes a large part of what a device computes of a batch, or of its memory (`_LONG`)."""
     largest = max(float(drawn.loads_s.max()) for drawn in batches.drawn) * config.cluster.num_devices
-    return largest >= _LONG
+    llm = StageKind.whole("llm", min(costs.layouts["llm"]), spec.module("llm").num_layers)
+    kept_bytes = costs.stage_memory(llm, loads_of("llm", batches.largest)).activation_bytes.max()
+    return largest >= _LONG or kept_bytes >= _LONG * config.cluster.memory_gib * 2**30
