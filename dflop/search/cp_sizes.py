@@ -40,8 +40,8 @@ def search_plans(
     A plan recomputes just enough layers to fit (`recompute`), or all or none where `plan.fixed.checkpointing` pins it.
 
     Plans whose LLM replicas share long samples (`plan.cp_sizes`) are searched first, those of more replicas before
-    others. Smaller sizes are searched for plans as fast as these, in layouts where they may be faster. All are priced
-    as if shares were samples, which may lie on any replicas.
+    others. Smaller sizes are searched for plans as fast as these: in layouts where fewer replicas then meet, and whole
+    samples in all. Shares are priced as if they were samples, which may lie on any replicas.
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -69,7 +69,7 @@ def search_plans(
         except UserError as error:
             trouble = error
             continue
-        if number < num_first:
+        if number < num_first and cp > 1:
             above = cp
         if own is not None:
             found = own if found is None else found.merged(own)

@@ -59,7 +59,7 @@ def enumerate_space(
     `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
     `within` come from. With `cp`, up to so many replicas of the LLM compute a sample, of one node unless it is pinned;
     there may be no such layout. Layouts that were searched with a larger size, `above`, are left out where so many
-    replicas share parameters, and so meet in each layer anyway: a smaller size makes none faster.
+    replicas share parameters, and so meet in each layer anyway.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
@@ -71,13 +71,12 @@ def enumerate_space(
     within = within or config.plan
     check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
     rows = _rows(config, spec, layouts, splits, within)
-    if cp == 1 and rows.is_empty():
+    if cp > 1:
+        before = _may_share(config, above) & (pl.col("llm_shards") >= above) if above else pl.lit(False)
+        return rows.filter(_may_share(config, cp), ~before).with_columns(llm_cp=pl.lit(cp, pl.Int32))
+    if rows.is_empty():
         raise UserError(_why_nothing(config, within, spec, layouts, pins_are))
-    if above is not None:
-        rows = rows.filter(~(_may_share(config, above) & (pl.col("llm_shards") >= above)))
-    if cp == 1:
-        return rows
-    return rows.filter(_may_share(config, cp)).with_columns(llm_cp=pl.lit(cp, pl.Int32))
+    return rows
 
 
 def _may_share(config: Config, cp: int) -> pl.Expr:

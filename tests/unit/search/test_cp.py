@@ -88,6 +88,20 @@ def test_where_samples_are_alike_nothing_changes(even, search):
     assert sharing == plain
 
 
+def test_where_many_samples_fill_the_memory_shares_are_priced_beside_whole_ones(tiny_spec, search):
+    """None outweighs its batch."""
+    long = samples_of(tiny_spec, [[]] * 64, [2000 + number % 10 for number in range(64)])
+    one_by_one = MANY | {"num_microbatches": 8, "checkpointing": False}
+    roomy = search(make_config(4, 32, memory_gib=1e3, fixed=one_by_one), samples=long).best
+    memory_gib = 0.9 * max(roomy.memory_bytes.values()) / 2**30
+    whole, shared = (
+        search(make_config(4, 32, cp_sizes=sizes, memory_gib=memory_gib), samples=long) for sizes in ((1,), (1, 2, 4))
+    )
+    assert whole.best.plan.checkpointing
+    assert set(candidates_frame(shared)["llm_cp"]) != {1}
+    assert shared.best.step_s <= whole.best.step_s
+
+
 def test_what_fits_only_if_it_is_shared_is_found(long_tailed, search):
     roomy = make_config(4, 32, memory_gib=1e3, fixed=MANY | {"checkpointing": False})
     needed = max(search(roomy, samples=long_tailed).best.memory_bytes.values()) / 2**30
