@@ -247,7 +247,9 @@ class LeastMemory:
         kept, on_top = self.costs.stage_memory_forms(kind, working)
         if kind.num_recomputed:
             on_top = [form for (part, _), form in zip(kind.parts, on_top, strict=True) if "layer" not in part]
-        if not (kind.is_first and kind.is_last):
+        if not kind.parts_with_backward:
+            kept = coefficients()  # what it keeps is gone once it is sent, before the next microbatch if need be
+        elif not (kind.is_first and kind.is_last):
             # The input, unless a recomputed layer keeps it anyway, and the output.
             num_held = (kind.is_first or not kind.num_recomputed) + (not kind.is_last)
             kept = kept + coefficients(num_tokens=num_held * self._token_bytes)
