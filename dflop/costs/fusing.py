@@ -125,7 +125,8 @@ def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.Gra
 
 
 def _without_outputs(forward: fx.GraphModule, num_outputs: int) -> fx.GraphModule:
-    """The forward without what only its outputs need, which are followed by what is kept."""
+    """The forward graph without the nodes that only its first `num_outputs` results need, e.g. the last matrix product.
+    The results behind these are what backward reads."""
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])
     with forward.graph.inserting_before(output):

@@ -133,7 +133,8 @@ class Stage(nn.Module, ABC):
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         self.hf.disable_input_require_grads()  # else backward would go through all frozen layers, to embeddings
-        names, end = self.layer_names, num_still + num_layers
+        names = self.layer_names
+        end = min(num_still + num_layers, len(names))
         for name in names[:num_still] + names[end:]:
             self.hf.get_submodule(name).gradient_checkpointing = False
         for name in names[end - num_attention_kept : end]:

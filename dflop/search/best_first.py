@@ -112,7 +112,7 @@ def search_with(
     above: int | None,
     beside: SearchResult | None,
 ) -> SearchResult | None:
-    """`search_plans` with one `cp`; None where no such plan would be a finalist beside what was found before.
+    """`search_plans` with one `cp`; None where no such plan is faster than what was found before (`beside`).
 
     Raises:
         UserError: when the space is empty or nothing fits.
