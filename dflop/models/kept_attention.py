@@ -1,9 +1,9 @@
 """Layers that are recomputed but for attention: its inputs and results are kept from forward to backward.
 
-For a sample of 64k tokens, attention is nearly two thirds of the forward of a layer of Qwen2-7B, and takes 16 of the 111 KB a
-token that the layer keeps. `keeping_attention` is a `context_fn` of torch's activation checkpointing, and `made_once` wraps a function of
-attention. In such a layer's forward, the kernel's saved tensors stay out of checkpointing, and its result is noted;
-when the layer is recomputed, the noted result is returned, and no kernel runs.
+For a sample of 64k tokens, attention is nearly two thirds of the forward of a layer of Qwen2-7B, and takes 16 of the
+111 KB a token that the layer keeps. `keeping_attention` is a `context_fn` of torch's activation checkpointing, and
+`made_once` wraps a function of attention. In such a layer's forward, the kernel's saved tensors stay out of
+checkpointing, and its result is noted; when the layer is recomputed, the noted result is returned, and no kernel runs.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
 """Levels: in which order the layers of a device are recomputed, the cheapest bytes first.
 
 A level is a number. At level 0 a device recomputes nothing of a module, and each level frees more memory than the one
-before. Mostly a level is a number of layers, recomputed as a whole. Where samples are long, recomputing an LLM layer but
-for attention frees more bytes for each second (`GroupedBatches.spares_attention`). Then the first levels recompute one
-layer after the other but for attention, and the next ones recompute them as a whole: of four layers, level 3 has three
-but for attention, level 6 two as a whole and two but for attention. Level 9, behind the last, recomputes three as a
-whole and one not at all.
+before. Mostly a level is a number of layers, recomputed as a whole. Where samples are long, recomputing an LLM layer
+but for attention frees more bytes for each second (`GroupedBatches.spares_attention`). Then the first levels recompute
+one layer after the other but for attention, and the next ones recompute them as a whole: of four layers, level 3 has
+three but for attention, level 6 two as a whole and two but for attention. Level 9, behind the last, recomputes three as
+a whole and one not at all.
 """
 
 from collections.abc import Mapping, Sequence
