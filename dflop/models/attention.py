@@ -11,7 +11,6 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +21,7 @@ from transformers import AttentionInterface
 from dflop.base.torch_versions import grouped_queries
 from dflop.models.kept_attention import made_once
 from dflop.models.microbatch import SegmentEnds
+from dflop.models.share_attention import behind_others
 from dflop.models.shared_samples import keys_and_values
 
 __all__ = ["PACKED", "OneSegment", "is_hopper", "kernel_name", "packed_attention"]
@@ -30,8 +30,6 @@ PACKED = "dflop_packed"
 # The packages whose `flash_attn_varlen_func` is used, the fastest first. The first one runs on Hopper only.
 _FLASH = {"flash-attn 3": "flash_attn_interface", "flash-attn 2": "flash_attn"}
 
-# How many queries a mask is made for at a time, where keys are more than queries.
-_QUERIES_AT_ONCE = 256
 # Where torch's kernel for fp32 that keeps no matrix of a segment's squared length needs as many key-value heads as
 # queries. CPUs have one that does not.
 _REPEATS_HEADS_ON = {"cuda"}
@@ -110,7 +108,7 @@ def packed_attention(
         if length == key_length or not is_causal:
             made = scaled_dot_product_attention(*batch, is_causal=is_causal, **how)
         else:
-            made = _behind_others(*batch, how)
+            made = behind_others(*batch, how)
         attended.append(made.transpose(0, 1).flatten(1, 2))
     # `cat` copies even a single segment, so that the memory does not depend on how a microbatch is cut into segments.
     return torch.cat(attended, dim=1).transpose(0, 1).unsqueeze(0), None
@@ -118,20 +116,6 @@ def packed_attention(
 
 def _lengths(ends: SegmentEnds) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *ends.ends])]
-
-
-def _behind_others(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
-    """Causal attention of queries [..., num_queries, head_dim] that are the last ones of the keys' sequence, some of
-    them at a time, as torch's kernel for it takes the mask as a tensor."""
-    before, made = key.shape[-2] - query.shape[-2], []
-    for start in range(0, query.shape[-2], _QUERIES_AT_ONCE):
-        own = query[..., start : start + _QUERIES_AT_ONCE, :]
-        num_keys = before + start + own.shape[-2]
-        mask = torch.ones(own.shape[-2], num_keys, dtype=torch.bool, device=query.device).tril(before + start)
-        made.append(
-            scaled_dot_product_attention(own, key[..., :num_keys, :], value[..., :num_keys, :], attn_mask=mask, **how)
-        )
-    return torch.cat(made, dim=-2)
 
 
 def _varlen(

@@ -18,6 +18,7 @@ from dflop.base.torch_versions import grouped_queries
 from dflop.models import attention
 from dflop.models.attention import PACKED, kernel_name, packed_attention
 from dflop.models.microbatch import Exchange, SegmentEnds, SharedKeys
+from dflop.models.share_attention import behind_others, masked
 from dflop.shapes.shares import runs_of
 
 
@@ -121,6 +122,21 @@ def test_shares_attend_as_the_whole_sample_does_in_output_and_gradient(group_of_
     for ours, theirs in zip(packed, whole, strict=True):
         gradient = torch.cat([theirs.grad[:, :, order], theirs.grad[:, :, num_tokens:]], dim=2)
         torch.testing.assert_close(ours.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_two_calls_without_a_mask_give_what_masks_give_in_output_and_gradient(dtype, tolerance):
+    query, key, value = (own.detach().to(dtype) for own in draw(700, 4, 2, 8, seed=3))
+    ours = [own.clone().requires_grad_() for own in (query[:, :, 300:], key, value)]
+    theirs = [own.detach().clone().requires_grad_() for own in ours]
+    how = {"dropout_p": 0.0, "scale": 0.3, "enable_gqa": True}
+    made, expected = behind_others(*ours, how), masked(*theirs, how)
+    slope = torch.randn(made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    made.backward(slope)
+    expected.backward(slope)
+    for one, other in zip([made, *(own.grad for own in ours)], [expected, *(own.grad for own in theirs)], strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_in_fp32_on_gpus_key_value_heads_are_repeated_which_the_kernel_without_a_quadratic_matrix_needs(monkeypatch):
