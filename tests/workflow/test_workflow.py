@@ -124,13 +124,15 @@ def test_the_plan_is_the_best_of_the_candidates(finished):
         assert read(json.loads((folder / name / "summary.json").read_text()))["baselines"] == others
 
 
-def test_the_preview_places_each_sample_of_a_batch_once(finished):
+def test_the_preview_places_each_sample_of_a_batch_once_and_each_share_of_one(finished):
     folder = finished[0].folder / "results/small"
     schedule = pl.read_parquet(folder / "schedule.parquet")
     assert schedule.columns[:7] == [
         *("step", "sample_id", "llm_dp_rank", "microbatch", "position", "num_items", "llm_tokens"),
     ]
-    assert set(schedule.group_by("step").len()["len"]) == {8}
+    of_samples = schedule.group_by("step", "sample_id").agg(pl.len(), pl.col("degree").first())
+    assert set(of_samples.group_by("step").len()["len"]) == {8}
+    assert (of_samples["len"] == of_samples["degree"]).all()  # one row for each share of it
     cells = schedule.select("step", "llm_dp_rank", "microbatch", "position")
     assert cells.is_unique().all()
     stages = pl.read_parquet(folder / "schedule_stages.parquet")
