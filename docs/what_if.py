@@ -20,7 +20,7 @@ import yaml
 HERE = Path(__file__).parent
 TABLE, PAGE, TEMPLATE = HERE / "what-if.json", HERE / "_build/what-if.html", HERE / "what-if.template.html"
 MODELS = {"llava_ov_7b": ("llava_onevision", [1, 2, 4]), "qwen2_5_vl_7b": ("qwen2_5_vl", [1, 2, 4])}
-CARDS = ("h100-80g", "a100-80g")
+CARDS = ("h100-80g", "a100-80g", "h200-141g")
 NUM_DEVICES = (8, 64, 256)
 # How often a record of each kind is in the manifest, which has more than the largest batch.
 MIXES = {

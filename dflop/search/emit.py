@@ -24,7 +24,8 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
         emitted.flags = {about.cp_key: cp if about.is_config else str(cp)} | emitted.flags
         emitted.beyond.append(
             f"long samples: the plan divides these alone, over up to {cp} replicas, and `{about.cp_key}` every sample "
-            f"over {cp} devices; steps as these {about.form} have it are priced without it, with whole samples"
+            f"over {cp} devices, so that lengths must be multiples of {about.cp_runs * cp}; "
+            f"steps as these {about.form} have it are priced without it, with whole samples"
         )
     emitted.beyond += [
         *_made_otherwise(plan, emitted.plan, spec),

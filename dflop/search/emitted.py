@@ -75,12 +75,14 @@ class Emitted:
 @dataclass(frozen=True, slots=True)
 class Framework:
     """A framework: the release whose flags or keys are emitted, and `flags_of(plan, spec, micro_batch)`, which makes
-    them. `cp_key` is that of its context parallelism; `refusal(plan)` says why it cannot run a plan, or None."""
+    them. `cp_key` is that of its context parallelism, which gives a device `cp_runs` equal runs of each sample.
+    `refusal(plan)` says why it cannot run a plan, or None."""
 
     release: str
     flags_of: Callable[[Plan, ModelSpec, int], Emitted]
     cp_key: str
     is_config: bool = False
+    cp_runs: int = 2
     refusal: Callable[[Plan], str | None] = lambda plan: None
 
     @property

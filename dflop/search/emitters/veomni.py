@@ -41,4 +41,11 @@ def _keys(plan: Plan, spec: ModelSpec, micro_batch: int) -> Emitted:
     return emitted
 
 
-FRAMEWORK = Framework("VeOmni 0.1.12", _keys, "train.accelerator.ulysses_size", is_config=True, refusal=split_or_apart)
+FRAMEWORK = Framework(
+    "VeOmni 0.1.12",
+    _keys,
+    "train.accelerator.ulysses_size",
+    is_config=True,
+    cp_runs=1,  # it exchanges heads, so that runs need no balance
+    refusal=split_or_apart,
+)

@@ -511,6 +511,7 @@ def test_a_plan_that_shares_long_samples_has_the_frameworks_own_degree_for_all_o
     assert about.cp_key not in whole.flags
     (said,) = {*emitted.beyond} - {*whole.beyond} - {own for own in emitted.beyond if "gradient_accumulation" in own}
     assert f"over up to 4 replicas, and `{about.cp_key}` every sample over 4 devices" in said
+    assert f"lengths must be multiples of {4 if framework == 'veomni' else 8};" in said
     assert emitted.plan == whole.plan  # which is what is priced
 
 
