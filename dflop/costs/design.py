@@ -95,15 +95,17 @@ class LoadBounds:
 def bounds_of_samples(num_items: np.ndarray, llm_tokens: np.ndarray, target_tokens: np.ndarray) -> LoadBounds:
     """Bounds that hold these samples, and microbatches of up to 8 mean samples, rounded outwards to powers of two.
 
+    Items go up to 8 at least, also where few samples or none have any: plans place an encoder without work, too, and a
+    fit needs several sizes.
+
     All three arrays are [num_samples]. Because of the rounding, a small change of the data changes neither the bounds
     nor what is measured.
     """
-    items = num_items[num_items > 0] if (num_items > 0).any() else np.ones(1)
     tokens = llm_tokens[llm_tokens > 0] if (llm_tokens > 0).any() else np.full(1, 32)
     share = (target_tokens / np.maximum(llm_tokens, 1))[target_tokens > 0]
     share = share if len(share) else np.full(1, 0.25)
     return LoadBounds(
-        num_items=(1, _power_above(max(items.max(), 8 * num_items.mean() if len(num_items) else 1))),
+        num_items=(1, _power_above(max(8, num_items.max(initial=0), 8 * num_items.mean() if len(num_items) else 0))),
         num_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(max(tokens.max(), 8 * tokens.mean()))),
         segment_tokens=(_power_below(np.quantile(tokens, 0.05)), _power_above(tokens.max())),
         target_share=(

@@ -108,8 +108,10 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
             bar.update(min(round(budget_s), round(spent.seconds)) - bar.n)
             error = f", held-out error {design.error[0]:.1%} (p95 {design.error[1]:.0%})" if design.error else ""
             bar.set_description_str(f"{module} tp={tp}: {len(rows)} measurements{error}", refresh=False)
-    if failure:
-        raise failure
+    failed = torch.tensor([failure is not None])
+    dist.broadcast(failed, src=0)
+    if failed.item():
+        raise failure or UserError("rank 0 says why")
     device_row = _about(config, request, bench, digest_of_spec(spec), time.monotonic() - started)
     device_row["overhead_bytes"] = max(0, device_row["overhead_bytes"] - meeting_bytes)
     device_row |= {"sm_mhz_before": mhz_before, "sm_mhz_after": sm_mhz(device)}

@@ -193,7 +193,7 @@ def test_a_little_more_data_leaves_the_bounds_as_they_are():
 
 def test_nothing_to_measure_after_gives_bounds_all_the_same():
     empty = np.zeros(0, dtype=int)
-    assert bounds_of_samples(empty, empty, empty).num_items == (1, 1)
+    assert bounds_of_samples(empty, empty, empty).num_items == (1, 8)
 
 
 def test_bounds_come_back_from_their_file(tmp_path):
