@@ -61,14 +61,12 @@ class _InTwoParts(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
         attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        of_query, of_key, of_value = zip(
-            *(
-                attend_backward(gradient, query, keys, values, output, sums, 0.0, is_causal, scale=ctx.scale)
-                for keys, values, is_causal in zip(_parts(query, key), _parts(query, value), (False, True), strict=True)
-            ),
-            strict=True,
-        )
-        return sum(of_query), torch.cat(of_key, dim=-2), torch.cat(of_value, dim=-2), None
+        keys, values = _parts(query, key), _parts(query, value)
+        joined = (output, sums, 0.0)
+        before = attend_backward(gradient, query, keys[0], values[0], *joined, False, scale=ctx.scale)
+        own = attend_backward(gradient, query, keys[1], values[1], *joined, True, scale=ctx.scale)
+        of_key, of_value = (torch.cat(parts, dim=-2) for parts in zip(before[1:], own[1:], strict=True))
+        return before[0] + own[0], of_key, of_value, None
 
 
 def _parts(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

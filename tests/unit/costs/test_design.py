@@ -196,6 +196,17 @@ def test_nothing_to_measure_after_gives_bounds_all_the_same():
     assert bounds_of_samples(empty, empty, empty).num_items == (1, 8)
 
 
+def test_data_with_one_picture_or_none_give_an_encoder_sizes_enough_for_a_fit():
+    tokens = np.full(50, 40)
+    for num_items in (np.zeros(50, dtype=int), np.eye(1, 50, dtype=int)[0]):
+        bounds = bounds_of_samples(num_items, tokens, tokens // 4)
+        design = make_design(module="vision", num_layers=2, bounds=bounds)
+        points = set()
+        while not design.is_covered:
+            points.add(design.next([], None)[0])
+        assert len({point.num_items for point in points if point.piece == "layers"}) >= 3
+
+
 def test_bounds_come_back_from_their_file(tmp_path):
     path = tmp_path / "load_bounds.json"
     path.write_text(BOUNDS.to_json())
