@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dflop.costs.design import Point
-from dflop.costs.fusing import Fuser
+from dflop.costs.fusing import Fuser, check_torch_fuses
 from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.costs.meter import Meter, Work
 from dflop.costs.parameter_sizes import parameter_sizes
@@ -71,7 +71,7 @@ class CountedStage:
     makes by default.
 
     Raises:
-        UserError: when the model's family cannot be run.
+        UserError: when the model's family cannot be run, or torch is too old for compiled layers.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class CountedStage:
         trained: TrainedSet = EVERYTHING,
         change: Callable[[Stage], None] = lambda stage: None,
     ) -> None:
+        if is_compiled:
+            check_torch_fuses()
         runtime, dtype = load_runtime(spec.family), torch.bfloat16
         self.module, self.tp = module, ranks.size
         self.main_load, self.hidden_size = main_load(module), spec.module(module).hidden_size

@@ -7,6 +7,7 @@ its attention, so that what the attention's projections read is kept in any case
 last product out, which is not repeated: what only a layer's output needs is not counted in backward.
 """
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -26,11 +27,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
+from dflop.base import UserError
 from dflop.costs.meter import Meter
 
-__all__ = ["Fuser"]
+__all__ = ["Fuser", "check_torch_fuses"]
 
 _DEFAULT = MappingProxyType({})
+
+
+def check_torch_fuses() -> None:
+    """Raise a UserError where torch is too old: its partitioner would join kernels that share nothing but an input."""
+    if "skip_horizontal_fusion" not in inspect.signature(CapabilityBasedPartitioner).parameters:
+        raise UserError(
+            f"analytic costs of compiled layers need torch 2.13 or newer, and this is {torch.__version__}: upgrade it, "
+            "set `train.compile: off`, or measure the costs on a device (`costs.source: measured`)"
+        )
 
 
 class Fuser:

@@ -5,10 +5,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflop.models.attention import packed_attention
-from dflop.models.microbatch import SegmentEnds
+from dflop.models.microbatch import Exchange, SegmentEnds, SharedKeys
 from tests.gpu.check import Figures, Setting
 from tests.gpu.clock import seconds_of
 from tests.gpu.gradients import attention_kernels
+from tests.gpu.world import alone_in_world
 
 __all__ = ["alone"]
 
@@ -23,7 +24,12 @@ def alone(setting: Setting) -> Figures:
 
     The exact one is `packed_attention` in fp32, which tests hold against a textbook's formula.
     """
-    device, figures = torch.device(setting.device), {}
+    with alone_in_world(setting) as device:  # a sample in runs takes part in an exchange
+        return _alone(setting, device)
+
+
+def _alone(setting: Setting, device: torch.device) -> Figures:
+    figures: Figures = {}
     num_tokens = 64 if setting.is_tiny else 8192
     counts = [count for count in _NUM_SEGMENTS if count <= num_tokens // 2]
     for kernel in attention_kernels(setting.device):
@@ -31,12 +37,19 @@ def alone(setting: Setting) -> Figures:
             drawn = _draw(num_heads, num_kv_heads, head_size, num_tokens, device)
             worst = [0.0, 0.0]
             for count in counts:
-                ends = _ends(num_tokens, count)
+                ends = SegmentEnds(_ends(num_tokens, count))
                 ours = _passes([own.requires_grad_() for own in drawn], ends, is_causal)
                 exact = _passes([own.detach().float().requires_grad_() for own in drawn], ends, is_causal)
                 worst = [max(worst[0], _apart(ours[:1], exact[:1])), max(worst[1], _apart(ours[1:], exact[1:]))]
             name = f"{num_heads}:{num_kv_heads} heads of {head_size}, {kernel}"
             figures |= {f"output of {name}": worst[0], f"gradients of {name}": worst[1]}
+            if is_causal:
+                ours = _passes([own.requires_grad_() for own in drawn], _as_two_runs(num_tokens, device), is_causal)
+                exact = _passes(
+                    [own.detach().float().requires_grad_() for own in drawn], SegmentEnds([num_tokens]), is_causal
+                )
+                figures[f"output of a sample in two runs, {name}"] = _apart(ours[:1], exact[:1])
+                figures[f"gradients of a sample in two runs, {name}"] = _apart(ours[1:], exact[1:])
             ratio = _seconds_beside(drawn, is_causal, device, repeats=1 if setting.is_tiny else 10)
             figures[f"seconds beside SDPA's on one segment, {name}"] = ratio
     return figures
@@ -57,9 +70,22 @@ def _ends(num_tokens: int, count: int) -> list[int]:
     return sorted(set(ends.tolist()))
 
 
-def _passes(tensors: list[torch.Tensor], ends: list[int], is_causal: bool) -> list[torch.Tensor]:
+def _as_two_runs(num_tokens: int, device: torch.device) -> SegmentEnds:
+    """One sample as two runs of queries, as shares have them: the second attends to more keys than it has queries."""
+    first = num_tokens // 4
+    none = Exchange(rows=torch.arange(0), num_sent=(0,), num_received=(0,))
+    keys = SharedKeys(
+        queries=SegmentEnds([first, num_tokens]),
+        keys=SegmentEnds([first, first + num_tokens]),
+        rows=torch.cat([torch.arange(first), torch.arange(num_tokens)]),
+        exchange=none,
+    )
+    return SegmentEnds([num_tokens], keys=keys).to(device)
+
+
+def _passes(tensors: list[torch.Tensor], ends: SegmentEnds, is_causal: bool) -> list[torch.Tensor]:
     """The output and the gradients of the tensors, for an output gradient of the output's own values."""
-    at = SegmentEnds(ends).to(tensors[0].device)
+    at = ends.to(tensors[0].device)
     made, _ = packed_attention(None, *tensors, None, segment_ends=at, is_causal=is_causal)
     return [made.detach(), *torch.autograd.grad(made, tensors, made.detach())]
 

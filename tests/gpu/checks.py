@@ -88,6 +88,13 @@ CHECKS = (
         },
     ),
     Check(
+        name="levels",
+        shows="layers keep the bytes that plans predict, kept, recomputed, and recomputed but for attention",
+        run="levels:of_layers",
+        seconds=120,
+        limits={"predicted over measured bytes": between(0.95, 1.05)},
+    ),
+    Check(
         name="costs",
         shows="profile-costs of the 7B preset predicts microbatches that no fit has seen, in seconds and bytes",
         run="costs:of_7b",

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import torch
 
+from dflop.base import UserError
 from dflop.costs import CostModel, read_measured
 from dflop.costs.analytic import analytic_points
 from dflop.costs.design import LoadBounds, Point
@@ -49,9 +51,10 @@ def of_7b(setting: Setting) -> Iterator[Figures]:
         parts.append(_profiled(module, setting))
         yield {f"seconds of profile-costs, {module}": time.monotonic() - started}
         if (known := data_sheet(device)) is not None:
-            points = analytic_points(spec, module, 1, known, "compiled")
-            analytic = fit_model(median_points(points.measurements), points.parameters, "analytic")
-            yield _beside_analytic(module, analytic, median_points(parts[-1].measurements))
+            with suppress(UserError):  # torch is too old
+                points = analytic_points(spec, module, 1, known, "compiled")
+                analytic = fit_model(median_points(points.measurements), points.parameters, "analytic")
+                yield _beside_analytic(module, analytic, median_points(parts[-1].measurements))
     model = fit_model(
         median_points(pl.concat([part.measurements for part in parts])), pl.concat([part.parameters for part in parts])
     )

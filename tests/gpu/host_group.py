@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     ReduceScatterOptions,
@@ -102,7 +103,15 @@ class HostGroup(dist.ProcessGroup):
         part = here.view(self.size(), *output.shape)[self.rank()]
         return _Scattered(work, [(output, part)], self.size() if is_mean else 1)
 
+    def all_to_all_single(
+        self, output: torch.Tensor, own: torch.Tensor, num_received: list[int], num_sent: list[int], opts: Any = None
+    ) -> dist.Work:
+        sent = own.cpu().contiguous()
+        opts = opts or AllToAllOptions()
+        return self._into([output], lambda here: self._gloo.alltoall_base(here[0], sent, num_received, num_sent, opts))
+
     # By the names before torch 2.13.
+    alltoall_base = all_to_all_single
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def all_gather_single_coalesced(self, outputs: list, inputs: list, opts: Any = None) -> dist.Work:

@@ -62,7 +62,12 @@ class _Commands:
             "run": "step",
             "data": {"sources": [{"path": str(folder / "data/train.json")}], "max_llm_tokens": 8192},
             "model": {"family": "llava_onevision", "preset": "tiny" if is_tiny else "llava_ov_0.5b"},
-            "cluster": {"device": setting.device, "devices_per_node": 1, "num_nodes": 1},
+            "cluster": {
+                "device": setting.device,
+                "devices_per_node": 1,
+                "num_nodes": 1,
+                "memory_gib": 16 if is_tiny else 70,
+            },
             "costs": {"repeats": 3, "time_budget_s": 1 if is_tiny else 15},
             "schedule": {"policy": "lpt", "correction": "off"},
             "train": {

@@ -26,7 +26,14 @@ from tests.gpu.check import Figures, Setting
 
 __all__ = ["in_layouts"]
 
-_LAYOUTS = ("disjoint 1+1", "monolithic pp 2", "colocated pp 2", "colocated LLM tp 2", "parameters 2")
+_LAYOUTS = (
+    "disjoint 1+1",
+    "monolithic pp 2",
+    "colocated pp 2",
+    "colocated LLM tp 2",
+    "parameters 2",
+    "samples over 2, monolithic",
+)
 _VARIANT = "plain"
 # Weights move by up to the rate of 1e-3 a step where a gradient is little more than rounding.
 _SINGLE = {"dtype": torch.float32, "loss": 1e-5, "gradients": 1e-5, "later_gradients": 1e-3, "weights": 3e-3}
