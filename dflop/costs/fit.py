@@ -17,6 +17,7 @@ of every fit. The error of their predictions is `fit_error`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,7 +134,7 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
             transients |= dict.fromkeys(keys, nothing)
             only = PIECES[piece][-1:]
             transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
-    times = _recomputing(times) | times
+    times = _recomputing(times, _repeated_shares(points, times)) | times
     for (module, *sizes, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
         "module", *LayoutKey.columns(), "checkpointing"
     ):
@@ -172,16 +173,41 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
     )
 
 
-def _recomputing(times: Times) -> Times:
+def _recomputing(times: Times, repeated: Mapping[tuple[str, LayoutKey], float]) -> Times:
     """Seconds of recomputed layers, and of the part `stage` in stages that have such layers."""
     own: Times = {}
     for (module, layout, part, checkpointing, direction), fit in times.items():
         if part not in PIECES["layers"] or checkpointing:
             continue
         if (part, direction) == ("layer", "backward"):
-            fit = fit + times[module, layout, "layer", False, "forward"]
+            attention, others = _attention_and_others(times[module, layout, "layer", False, "forward"])
+            fit = fit + attention + repeated.get((module, layout), 1.0) * others
         own[module, layout, part, True, direction] = fit
     return own
+
+
+def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, LayoutKey], float]:
+    """How much of a layer's forward is added to backward where the layer is recomputed, at most 1, beside attention:
+    compiled, it leaves out the last product, and layers that are kept repeat pointwise results as well. Long
+    microbatches weigh most: the seconds of short ones are of launches."""
+    shares = {}
+    again = pl.col("checkpointing") & (pl.col("piece") == "layers") & (pl.col("pass") == "backward")
+    for (module, *sizes), frame in points.filter(again).group_by("module", *LayoutKey.columns()):
+        layout, loads, depths = LayoutKey(*sizes), measured_loads(frame), frame["num_layers"].to_numpy()
+        attention, others = _attention_and_others(times[module, layout, "layer", False, "forward"])
+        kept = times[module, layout, "layer", False, "backward"] + attention
+        kept_s = times[module, layout, "stage", False, "backward"](loads) + depths * kept(loads)
+        others_s, added_s = depths * others(loads), frame["seconds"].to_numpy() - kept_s
+        shares[module, layout] = float(np.clip(added_s @ others_s / max(others_s @ others_s, 1e-30), 0.0, 1.0))
+    return shares
+
+
+def _attention_and_others(forward: Coefficients) -> tuple[Coefficients, Coefficients]:
+    """The seconds of a layer's forward that grow with squared lengths, which are attention's, and the others."""
+    at = FEATURES.index("sum_sq_tokens")
+    squares = tuple(own * (place == at) for place, own in enumerate(forward.per_load))
+    rest = tuple(own * (place != at) for place, own in enumerate(forward.per_load))
+    return Coefficients(0.0, squares), Coefficients(forward.const, rest, forward.hinges)
 
 
 def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:
@@ -323,8 +349,9 @@ def _columns(
     along = FEATURES.index(main_load(module, part))
     sizes, ramps = np.unique(loads[:, along]), set()
     is_beyond = sizes.max() > chunk
-    if target != "saved_bytes" and part != "stage" and len(sizes) >= 2 * _NUM_HINGES:
-        hinges = np.quantile(sizes, np.linspace(0, 1, _NUM_HINGES + 2)[1:-1])
+    num_hinges = min(_NUM_HINGES, len(sizes) // 2) if target == "seconds" or len(sizes) >= 2 * _NUM_HINGES else 0
+    if target != "saved_bytes" and part != "stage" and num_hinges:
+        hinges = np.quantile(sizes, np.linspace(0, 1, num_hinges + 2)[1:-1])
         ramps = {(float(at), math.inf) for at in hinges if target == "seconds" or not is_beyond}
     if is_beyond:
         ramps |= {(chunk, math.inf)} if target == "seconds" else {(0.0, chunk)}

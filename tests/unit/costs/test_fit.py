@@ -91,7 +91,7 @@ def test_no_coefficient_is_ever_negative(costs, measure_as, noise, seed):
 
 @settings(max_examples=20)
 @given(noise=st.floats(0.0, 1.0), seed=st.integers(0, 1000), num_tokens=st.integers(1, 5000))
-def test_each_recomputed_layer_takes_its_forward_once_more_however_noisy_the_device_is(
+def test_each_recomputed_layer_adds_the_same_and_at_most_its_forward_however_noisy_the_device_is(
     costs, measure_as, noise, seed, num_tokens
 ):
     frames = measure_as(costs, modules=("llm",), noise=noise, repeats=1, seed=seed)
@@ -99,10 +99,28 @@ def test_each_recomputed_layer_takes_its_forward_once_more_however_noisy_the_dev
     loads = Loads(*(np.array([float(load)]) for load in (0, num_tokens, num_tokens**2, num_tokens // 3)))
     layer_s = model.times["llm", LayoutKey(), "layer", False, "forward"](loads)[0]
     forward_s, backward_s = model.stage_time(StageKind.whole("llm", LayoutKey(), 4), loads)
+    with_one = model.stage_time(StageKind.whole("llm", LayoutKey(), 4, num_recomputed=1), loads)
+    added_s = with_one[1] - backward_s
+    assert -1e-12 <= added_s <= layer_s * (1 + 1e-9)
     for count in range(1, 5):
         with_some = model.stage_time(StageKind.whole("llm", LayoutKey(), 4, num_recomputed=count), loads)
         assert with_some[0] == pytest.approx(forward_s)
-        assert with_some[1] == pytest.approx(backward_s + count * layer_s)
+        assert with_some[1] == pytest.approx(backward_s + count * added_s)
+
+
+@pytest.mark.parametrize("repeated", [1.0, 0.7, 0.0])
+def test_a_recomputed_layer_repeats_attention_and_the_measured_share_of_the_rest(costs, measure_as, repeated):
+    """As compiled layers do, which leave out their last product."""
+    forward, backward = (costs.times["llm", LayoutKey(), "layer", False, way] for way in ("forward", "backward"))
+    attention = Coefficients(
+        0.0, tuple(own * (name == "sum_sq_tokens") for name, own in zip(FEATURES, forward.per_load, strict=True))
+    )
+    again = backward + attention + repeated * (forward + -1.0 * attention)
+    layer = ("llm", LayoutKey(), "layer", True, "backward")
+    found = fitted(measure_as(dataclasses.replace(costs, times=costs.times | {layer: again})))
+    for tokens in (200.0, 2000.0):
+        loads = Loads(*(np.array(load) for load in (0.0, tokens, tokens**2, 0.0)))
+        assert found.times[layer](loads) == pytest.approx(again(loads), rel=0.02)
 
 
 def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise(costs, measure_as):
