@@ -18,12 +18,18 @@ def with_device_figures(config: Config) -> ClusterConfig:
     """The config's cluster with its memory (GiB) and link speeds (Gbit/s) filled in where they are null.
 
     Raises:
-        UserError: for analytic costs of an unknown device, or with more memory than the data sheet says.
+        UserError: for analytic costs of an unknown device, or with more memory than the data sheet says; for GPUs of
+            unknown memory.
     """
     cluster, is_analytic = config.cluster, config.costs.source == "analytic"
     device = (load_device if is_analytic else find_device)(cluster.device_model, _models_file(cluster))
     if is_analytic and cluster.memory_gib is not None and cluster.memory_gib > device.most_memory_gib:
         raise UserError(f"{excess_memory(cluster)}; lower it, leave it out, or choose another `cluster.device_model`")
+    if device is None and cluster.device == "cuda" and cluster.memory_gib is None:
+        raise UserError(
+            "`cluster.device: cuda` needs `cluster.device_model`, such as h100-80g, or `cluster.memory_gib`, the "
+            "memory of one card that plans may use"
+        )
     given = {name: value for name in _figures(device) if (value := getattr(cluster, name)) is not None}
     return dataclasses.replace(cluster, **(_figures(device) | given))
 

@@ -690,3 +690,10 @@ def test_costs_are_of_layers_made_as_training_makes_them(source, device, impleme
         }
     )
     assert config.layers_of_costs == layers
+
+
+def test_gpus_of_unknown_memory_are_refused_and_those_that_are_described_are_not():
+    with pytest.raises(UserError, match=r"needs `cluster\.device_model`, such as h100-80g, or `cluster\.memory_gib`"):
+        load_config({"cluster": {"device": "cuda"}})
+    assert load_config({"cluster": {"device": "cuda", "memory_gib": 40}}).cluster.memory_gib == 40
+    assert load_config({"cluster": {"device": "cuda", "device_model": "h100-80g"}}).cluster.memory_gib > 70
