@@ -27,17 +27,15 @@ __all__ = ["LEAST_BYTES", "offload_layers"]
 LEAST_BYTES = 1 << 20
 
 
-def offload_layers(
-    layers: Sequence[nn.Module], following: nn.Module | None, least_bytes: int = LEAST_BYTES
-) -> list[RemovableHandle]:
-    """Have these layers, which run one after another, keep saved tensors of `least_bytes` and more in host memory.
+def offload_layers(layers: Sequence[nn.Module], following: nn.Module | None) -> list[RemovableHandle]:
+    """Have these layers, which run one after another, keep saved tensors of `LEAST_BYTES` and more in host memory.
 
     The layer `following` keeps its own; when it has run, the last layer's tensors leave the device, and they come back
     ahead of its backward. Without one, they leave with the next pass. Removing the handles ends it.
     """
     copies, handles = _Copies(), []
     for place, layer in enumerate(layers):
-        around = _Around(copies, least_bytes, is_first=place == 0)
+        around = _Around(copies, LEAST_BYTES, is_first=place == 0)
         handles += around.hook(layer)
     if layers and following is not None:
         handles += _Around(copies, None, is_first=False).hook(following)

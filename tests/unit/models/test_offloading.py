@@ -19,7 +19,7 @@ NUM_LAYERS = 5
 @pytest.fixture(autouse=True)
 def _small_tensors_leave(monkeypatch):
     """The tiny model's tensors are smaller than those that are worth a copy."""
-    monkeypatch.setattr(offloading.offload_layers, "__defaults__", (1 << 12,))
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 1 << 12)
 
 
 def build_llm(**settings: int) -> LlmStage:
@@ -100,7 +100,7 @@ def test_a_graph_that_is_kept_can_go_backward_twice():
     plain.backward()
     expected = [parameter.grad.clone() for parameter in layers.parameters()]
     layers.zero_grad()
-    handles = offload_layers(layers, None, least_bytes=1)
+    handles = offload_layers(layers, None)
     loss = layers(given).tanh().sum()
     loss.backward(retain_graph=True)
     layers(given)
