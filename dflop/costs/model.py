@@ -88,6 +88,7 @@ class CostModel(FittedCosts):
             )
             share, _ = self.passing.get((module, layout), (1.0, 1.0))
             backward["passing_layer"] = share * backward["layer"]
+            backward["offloaded_passing_layer"] = backward["passing_layer"]
             backward["recomputed_passing_layer"] = forward["layer"] + backward["passing_layer"]
             if (module, layout) in self.attention_bytes:
                 for passing in ("", "passing_"):
@@ -189,6 +190,8 @@ class CostModel(FittedCosts):
         kept = {part: self.activations[key] for part, key in keys.items()}
         _, share = self.passing.get((module, layout), (1.0, 1.0))
         kept["passing_layer"] = share * kept["layer"]
+        for part in ("offloaded_layer", "offloaded_passing_layer"):
+            kept[part] = 0.0 * kept["layer"]  # it is in host memory
         on_top = {part: self.transients[key].raised_by(working_bytes[as_tabled(part)[0]]) for part, key in keys.items()}
         if attention_bytes := self.attention_bytes.get((module, layout)):
             own = coefficients(num_tokens=attention_bytes)

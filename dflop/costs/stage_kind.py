@@ -3,9 +3,10 @@
 A stage is made of parts: the part `stage` that every stage has (rotary positions, its output); its layers, each a part
 `layer`; where it begins the module, `first` (embedding; patches and positions); and where it ends the module, `last`
 (norm, head and loss; projector and token layout). Recomputed layers are parts of another kind (`recomputed_layer`, or
-`attention_kept_layer` where they are recomputed but for attention), and a stage that has any has the part
-`recomputing_stage` in place of `stage`. In backward, frozen layers among trained ones are such parts with `passing_` in
-their names. The costs of a stage (seconds, bytes, forms of the loads) are the sums of those of its parts.
+`attention_kept_layer` where they are recomputed but for attention), and so are those whose saved tensors wait in host
+memory (`offloaded_layer`); a stage that recomputes any has the part `recomputing_stage` in place of `stage`. In
+backward, frozen layers among trained ones are such parts with `passing_` in their names. The costs of a stage (seconds,
+bytes, forms of the loads) are the sums of those of its parts.
 """
 
 from collections import Counter
@@ -33,9 +34,11 @@ _OTHERS = {
     "recomputing_stage": ("stage", True),
     "recomputed_layer": ("layer", True),
     "attention_kept_layer": ("layer", True),
+    "offloaded_layer": ("layer", False),
     "passing_layer": ("layer", False),
     "recomputed_passing_layer": ("layer", True),
     "attention_kept_passing_layer": ("layer", True),
+    "offloaded_passing_layer": ("layer", False),
 }
 ALL_PARTS = (*PARTS, *_OTHERS)
 # The parts of stages that recompute nothing.
@@ -47,8 +50,9 @@ class StageKind:
     """`num_layers` layers of a module, each divided as `layout` says, with embedding (`is_first`), head (`is_last`).
 
     Of the layers with a backward, the first `num_recomputed` keep only their inputs, and recompute their activations in
-    backward; the last `num_attention_kept` of these keep what attention reads and makes as well. `ways` says which
-    parts have a backward, and which have gradients of weights.
+    backward; the last `num_attention_kept` of these keep what attention reads and makes as well. The next
+    `num_offloaded` keep all of it in host memory. `ways` says which parts have a backward, and which have gradients of
+    weights.
     """
 
     module: str
@@ -58,6 +62,7 @@ class StageKind:
     is_last: bool
     num_recomputed: int = 0
     num_attention_kept: int = 0
+    num_offloaded: int = 0
     ways: StageWays = _ALL_WHOLE
 
     @classmethod
@@ -77,7 +82,7 @@ class StageKind:
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Each of `ALL_PARTS` that the stage has, and how often."""
-        counts = self.num_layers, self.num_recomputed, self.num_attention_kept
+        counts = self.num_layers, self.num_recomputed, self.num_attention_kept, self.num_offloaded
         return _parts(*counts, self.is_first, self.is_last)
 
     @property
@@ -96,8 +101,10 @@ class StageKind:
         names = []
         for place in range(self.num_layers - self.ways.num_still):
             how = "attention_kept_" if place >= self.num_recomputed - self.num_attention_kept else "recomputed_"
+            if place >= self.num_recomputed:
+                how = "offloaded_" * (place < self.num_recomputed + self.num_offloaded)
             passes = "passing_" * (place in self.ways.passing)
-            names.append(f"{how * (place < self.num_recomputed)}{passes}layer")
+            names.append(f"{how}{passes}layer")
         return names
 
     @property
@@ -132,11 +139,11 @@ def counts_of(kinds: tuple[StageKind, ...]) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _parts(
-    num_layers: int, num_recomputed: int, num_attention_kept: int, is_first: bool, is_last: bool
+    num_layers: int, num_recomputed: int, num_attention_kept: int, num_offloaded: int, is_first: bool, is_last: bool
 ) -> tuple[tuple[str, int], ...]:
     recomputes = int(num_recomputed > 0)
-    counts = 1 - recomputes, num_layers - num_recomputed, int(is_first), int(is_last)
-    counts += recomputes, num_recomputed - num_attention_kept, num_attention_kept
+    counts = 1 - recomputes, num_layers - num_recomputed - num_offloaded, int(is_first), int(is_last)
+    counts += recomputes, num_recomputed - num_attention_kept, num_attention_kept, num_offloaded
     return tuple((part, count) for part, count in zip(ALL_PARTS, counts, strict=False) if count)
 
 
@@ -153,16 +160,20 @@ def stage_kinds(
     recomputed: Sequence[int] = (),
     trained: TrainedSet = EVERYTHING,
     attention_kept: Sequence[int] = (),
+    offloaded: Sequence[int] = (),
 ) -> list[StageKind]:
     """The kinds of a module's stages, in order, from the number of layers in each stage.
 
     `recomputed` gives as many numbers: how many of its layers each stage recomputes, none by default; `attention_kept`
-    how many of these it recomputes but for attention. Layers without a backward do not count.
+    how many of these it recomputes but for attention, and `offloaded` how many it keeps in host memory. Layers without
+    a backward do not count.
     """
     recomputed = recomputed or (0,) * len(layers)
-    attention_kept = attention_kept or (0,) * len(layers)
+    attention_kept, offloaded = attention_kept or (0,) * len(layers), offloaded or (0,) * len(layers)
     ways, kinds, start = trained.ways(module, sum(layers)), [], 0
-    for stage, (count, num_recomputed, num_kept) in enumerate(zip(layers, recomputed, attention_kept, strict=True)):
+    for stage, (count, num_recomputed, num_kept, num_offloaded) in enumerate(
+        zip(layers, recomputed, attention_kept, offloaded, strict=True)
+    ):
         within = ways.within(range(start, start + count))
         start += count
         again = min(num_recomputed, count - within.num_still)
@@ -175,6 +186,7 @@ def stage_kinds(
                 is_last=stage == len(layers) - 1,
                 num_recomputed=again,
                 num_attention_kept=min(num_kept, again),
+                num_offloaded=min(num_offloaded, count - within.num_still - again),
                 ways=within,
             )
         )

@@ -87,7 +87,8 @@ def memories_of_kinds(
 
 
 def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
-    """How many units of another part have free activations when backward reaches a part, by (part, other part)."""
+    """How many units of another part have free activations when backward reaches a part, by (part, other part). A
+    number below zero is of units that are there on top."""
     counts, freed = dict(kind.parts_with_backward), {}
     for part in counts:
         # A stage's first layers are the recomputed ones, behind them come those recomputed but for attention: when
@@ -95,6 +96,9 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
         for other in _BEHIND.get(part, ()):
             if other in counts:
                 freed[part, other] = counts[other]
+        if part == "offloaded_layer":
+            # Its own tensors are on the device then, and those of the layer that leaves or comes back.
+            freed[part, "layer"] = counts.get("layer", 0) - min(2, counts[part])
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1
@@ -130,7 +134,7 @@ def _memories_at(counts, freed, kept_forms, passing_forms, loads):
                     continue
                 on_top = passing[part]
                 for other in range(num_parts - 1, -1, -1):  # in the order of `_freed`
-                    if freed[kind, part, other] > 0:
+                    if freed[kind, part, other] != 0:
                         on_top += -freed[kind, part, other] * own[other]
                 most[kind, microbatch] = max(most[kind, microbatch], on_top)
     return kept, most

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dflop.models.adapter_files import is_adapter
@@ -22,6 +23,7 @@ from dflop.models.division import EMBEDDING, HEAD, Division, llm_division
 from dflop.models.kept_attention import keeping_attention
 from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
+from dflop.models.offloading import offload_layers
 from dflop.models.shared_samples import place_features
 from dflop.models.tensor_group import Shard
 
@@ -43,6 +45,7 @@ class Stage(nn.Module, ABC):
         self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
         # For each parameter that tensor-parallel ranks divide, by its name in `hf`: which part of it this rank has.
         self.shards: dict[str, Shard] = {}
+        self._offloading: list[RemovableHandle] = []
 
     @property
     def reads_records(self) -> bool:
@@ -122,6 +125,14 @@ class Stage(nn.Module, ABC):
         if re.search(rf"{self.layer_name}\.", name):
             return "layer"
         return "first" if "embed" in name else "last"
+
+    def set_offloaded(self, num_layers: int, num_before: int = 0) -> None:
+        """Have `num_layers` layers behind the first `num_before`, and no others, keep their saved tensors in host
+        memory (`offloading.py`)."""
+        for handle in self._offloading:
+            handle.remove()
+        layers = [self.hf.get_submodule(name) for name in self.layer_names[num_before:]]
+        self._offloading = offload_layers(layers[:num_layers], next(iter(layers[num_layers:]), None))
 
     def set_recomputed(self, num_layers: int, num_still: int = 0, num_attention_kept: int = 0) -> None:
         """Have `num_layers` layers behind the first `num_still`, which have no backward, and no others, keep only their

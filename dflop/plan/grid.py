@@ -35,6 +35,8 @@ class Grid:
     recomputed: tuple[int, ...] = ()
     # Of these, how many are recomputed but for attention, one number a stage: its last ones. The LLM alone has it.
     attention_kept: tuple[int, ...] = ()
+    # How many layers of each stage, behind the recomputed ones, keep what backward needs in host memory.
+    offloaded: tuple[int, ...] = ()
     # What replicas divide among them: a name in the table `SHARDINGS`.
     sharding: str = PLAIN_SHARDING
     # For `hybrid` only: the number of replicas, those of one node, that divide a copy of the parameters among them.
@@ -54,6 +56,8 @@ class Grid:
             raise UserError(f"{self.module}: layers {list(self.layers)}; every pipeline stage needs at least one")
         if any(count < 0 for count in self.recomputed):
             raise UserError(f"{self.module}: recomputed {list(self.recomputed)}; a stage recomputes 0 layers or more")
+        if any(count < 0 for count in self.offloaded):
+            raise UserError(f"{self.module}: offloaded {list(self.offloaded)}; a stage offloads 0 layers or more")
         if self.attention_kept:
             self._check_attention_kept()
         if self.sharding not in SHARDINGS:

@@ -56,9 +56,15 @@ class Plan:
             object.__setattr__(self, "grids", tuple(map(self._with_recomputed, self.grids)))
 
     def _check_stages(self, grid: Grid) -> None:
-        """Check that `layers` and `recomputed`, where the grid has them, hold one number for each pipeline stage."""
-        ways_out = {"layers": "for an even split", "recomputed": "of all grids to recompute all layers"}
-        for name, given in (("layers", grid.layers), ("recomputed", grid.recomputed)):
+        """Check that `layers`, `recomputed` and `offloaded`, where the grid has them, hold one number for each pipeline
+        stage."""
+        ways_out = {
+            "layers": "for an even split",
+            "recomputed": "of all grids to recompute all layers",
+            "offloaded": "to offload no layer",
+        }
+        for name in ways_out:
+            given = getattr(grid, name)
             if given and len(given) != self.num_stages(grid.module):
                 raise UserError(
                     f"{grid.module}: {name} is {list(given)}, but pp={grid.pp}"
@@ -137,6 +143,23 @@ class Plan:
         """How many of the layers that each of a module's stages recomputes are recomputed but for attention."""
         return self.grid(module).attention_kept or (0,) * self.num_stages(module)
 
+    def offloaded_of(self, module: str, num_layers: int) -> tuple[int, ...]:
+        """How many layers each of a module's stages keeps in host memory, behind those that it recomputes.
+
+        Raises:
+            UserError: naming the field of `plan.yaml` that is more than the stage's other layers; also as
+                `recomputed_of`.
+        """
+        recomputed, layers = self.recomputed_of(module, num_layers), self.layers_of(module, num_layers)
+        given = self.grid(module).offloaded or (0,) * len(layers)
+        for stage, (count, again, own) in enumerate(zip(given, recomputed, layers, strict=True)):
+            if count > len(own) - again:
+                raise UserError(
+                    f"`plan.grids.{module}.offloaded[{stage}]` is {count}; the stage has "
+                    f"{_counted(len(own), 'layer')} and recomputes {again}: use at most {len(own) - again}"
+                )
+        return given
+
     def to_dict(self) -> dict[str, Any]:
         """The section `plan` of `plan.yaml`; `plan_from_dict` reads it."""
         return {
@@ -151,6 +174,7 @@ class Plan:
                     "layers": list(grid.layers) or None,
                     "recomputed": list(grid.recomputed) or None,
                     "attention_kept": list(grid.attention_kept) or None,
+                    "offloaded": list(grid.offloaded) or None,
                     "sharding": grid.sharding,
                     "shards": grid.shards,
                     "cp": grid.cp,
@@ -171,6 +195,7 @@ class Plan:
             f"{grid.module} tp{grid.tp} pp{grid.pp} dp{grid.dp}"
             + (f" (layers {_joined(grid.layers)})" if grid.layers else "")
             + (f" (sharding {grid.sharding}{in_node(grid)})" if grid.sharding != PLAIN_SHARDING else "")
+            + (f" (offloaded {_joined(grid.offloaded)})" if grid.offloaded else "")
             + (f" (samples over up to {grid.cp})" if grid.cp > 1 else "")
             for grid in self.grids
         )

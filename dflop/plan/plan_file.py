@@ -27,7 +27,7 @@ _MOST_LAYERS = 10_000
 _PLAN_FIELDS = ("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks")
 _GRID_FIELDS = (
     *("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "recomputed", "attention_kept"),
-    *("sharding", "shards", "cp"),
+    *("offloaded", "sharding", "shards", "cp"),
 )
 
 
@@ -75,7 +75,7 @@ _SECTIONS = TypeAdapter(_Sections)
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
     """The plan that `Plan.to_dict` gave. `num_chunks` may be missing, and so may a grid's `dp`, `layers`, `recomputed`,
-    `attention_kept`, `sharding`, `shards` and `cp`, as in older files.
+    `attention_kept`, `offloaded`, `sharding`, `shards` and `cp`, as in older files.
 
     Raises:
         UserError: naming a field that is missing, unknown or of the wrong kind, or a `dp` that does not follow from the
@@ -139,15 +139,15 @@ def load_plan(path: Path) -> Plan:
 
 
 def check_layers(path: Path, plan: Plan, num_layers: Mapping[str, int]) -> None:
-    """Check the layers that a plan gives to its stages, and those that stages recompute, against the model's number of
-    layers, by module. `path` is the plan's file, for messages.
+    """Check the layers that a plan gives to its stages, and those that stages recompute or offload, against the model's
+    number of layers, by module. `path` is the plan's file, for messages.
 
     Raises:
         UserError: naming the file and the grid, when they do not fit.
     """
     for grid in plan.grids:
         try:
-            plan.recomputed_of(grid.module, num_layers[grid.module])
+            plan.offloaded_of(grid.module, num_layers[grid.module])
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
@@ -164,6 +164,7 @@ def _grid(module: str, values: Any) -> Grid:
         layers=_counts(fields, where, "layers", 1),
         recomputed=_counts(fields, where, "recomputed", 0),
         attention_kept=_counts(fields, where, "attention_kept", 0),
+        offloaded=_counts(fields, where, "offloaded", 0),
         sharding=_choice({"sharding": PLAIN_SHARDING} | fields, where, "sharding", SHARDINGS),
         shards=None if fields.get("shards") is None else _whole(fields, where, "shards", 1, _MOST_RANKS),
         cp=_whole({"cp": 1} | fields, where, "cp", 1, _MOST_RANKS),

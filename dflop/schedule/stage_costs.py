@@ -90,7 +90,8 @@ class StageCosts:
                     f"the plan has `grids.{grid.module}.attention_kept`, and costs do not say what attention keeps: "
                     "run `dflop profile-costs` and `dflop fit-costs` again, or leave it out"
                 )
-            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed, trained, kept)
+            offloaded = plan.offloaded_of(grid.module, num_layers)
+            kinds = stage_kinds(grid.module, grid.layout, layers, recomputed, trained, kept, offloaded)
             self._kinds[grid.module] = list(dict.fromkeys(kinds))
             self._places[grid.module] = [self._kinds[grid.module].index(kind) for kind in kinds]
         # For modules whose replicas share parameters: forward and backward, and the bytes that passes need.

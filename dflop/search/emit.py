@@ -55,6 +55,8 @@ def _made_otherwise(plan: Plan, made: Plan, spec: ModelSpec) -> list[str]:
             f"recomputed but for attention: {joined(kept)} layers of the LLM; the flags recompute layers as a whole. "
             "Nearest is torchtitan's selective mode, which keeps attention's results and every second product"
         )
+    if offloaded := [f"{grid.module} {joined(grid.offloaded)}" for grid in plan.grids if any(grid.offloaded)]:
+        sentences.append(f"layers in host memory: {', '.join(offloaded)}; the flags keep all of them on the device")
     return sentences
 
 

@@ -102,7 +102,7 @@ def on_one_mesh(
     `recomputed` has the number of recomputed layers of each stage; a module that is not named recomputes none.
     `sharing` are fields of the LLM's grid, where the framework has replicas share something else.
     """
-    llm = replace(plan.grid("llm"), rank_offset=0, recomputed=(), attention_kept=(), cp=1, **sharing)
+    llm = replace(plan.grid("llm"), rank_offset=0, recomputed=(), attention_kept=(), offloaded=(), cp=1, **sharing)
     encoder = replace(llm, num_ranks=llm.dp * llm.tp, pp=1, layers=())
     encoders = [replace(encoder, module=grid.module) for grid in plan.grids[:-1]]
     made = replace(

@@ -313,6 +313,7 @@ def _build_stage(
         device=topology.device,
         num_recomputed=plan.recomputed_of(node.module, num_layers)[node.pp_stage],
         num_attention_kept=plan.attention_kept_of(node.module)[node.pp_stage],
+        num_offloaded=plan.offloaded_of(node.module, num_layers)[node.pp_stage],
         num_still=trained.among(spec.modules).ways(node.module).within(layers).num_still,
         ranks=ranks,
         share=units.share if units else None,

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/memory.py [--only NAME ...]
 
-Ten plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
+Twelve plans of a 7B model and of a 78B one (6B + 72B), which differ in what memory depends on: placement, tensor and
 pipeline parallelism, schedule, checkpointing and sharding; and six of Qwen's models, whose encoders are of another
 kind. Checked is the first rank of each module's first and last pipeline stage; one rank stands for all that carry the
 same stages. Four pictures of 768 pixels and 2,048 tokens of text go through each microbatch. No memory and no GPU is
@@ -80,6 +80,20 @@ PLANS = {
             8,
             checkpointing=True,
         ),
+    ),
+    "7b-disjoint, offloaded": (
+        "llava_ov_7b",
+        plan(
+            "disjoint",
+            vision(2, recomputed=(10,), offloaded=(8,)),
+            llm(8, tp=2, pp=4, rank_offset=2, recomputed=(2, 0, 0, 0), offloaded=(3, 5, 3, 2)),
+            8,
+            checkpointing=True,
+        ),
+    ),
+    "7b-shared, offloaded": (
+        "llava_ov_7b",
+        plan("colocated", vision(8, **SHARED, offloaded=(20,)), llm(8, **SHARED, offloaded=(14,)), 2),
     ),
     "7b-interleaved": (
         "llava_ov_7b",

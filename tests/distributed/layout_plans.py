@@ -48,6 +48,12 @@ PLANS = {
     "encoder pp 2": disjoint(PIPELINE, ONE, num_microbatches=4),
     "encoder pp 2 dp 2": disjoint({"num_ranks": 4, "pp": 2}, ONE, checkpointing=True),
     "encoder pp 2, LLM pp 3": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4),
+    "encoder and LLM pp 2, offloaded": disjoint(
+        ONE | {"recomputed": (1,), "offloaded": (1,)},
+        PIPELINE | {"recomputed": (0, 1), "offloaded": (2, 1)},
+        num_microbatches=4,
+        checkpointing=True,
+    ),
     "interleaved": disjoint(
         {"num_ranks": 1, "recomputed": (0,)},
         PIPELINE | {"recomputed": (1, 1, 0, 1), "attention_kept": (0, 1, 0, 1)},
@@ -121,6 +127,7 @@ PLANS |= {
     "parameters 2x2 of both": sharding(shared("colocated", {"num_ranks": 4}, 2), "hybrid", "hybrid"),
     "parameters 2, tp 2": sharding(shared("monolithic", SHARED_TWICE, 2, encoder_tp=2), "parameters", "parameters"),
     "parameters 2 of the LLM, tp 2": sharding(shared("colocated", SHARED_TWICE, 2), "parameters", "parameters"),
+    "parameters 2, offloaded": sharding(shared("monolithic", TWO | {"offloaded": (2,)}, 2), "parameters", "parameters"),
     "parameters 2+2": sharding(disjoint(TWO, TWO, num_microbatches=2), "parameters", "parameters"),
 }
 

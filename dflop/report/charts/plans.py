@@ -129,6 +129,7 @@ def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
         and row.get(f"{module}_sharding", plan.grid(module).sharding) == plan.grid(module).sharding
         and row.get(f"{module}_shards", plan.grid(module).num_shards) == plan.grid(module).num_shards
         and tuple(row.get(f"{module}_recomputed") or ()) == plan.grid(module).recomputed
+        and not any(plan.grid(module).offloaded)  # which no search finds
         and tuple(row.get(f"{module}_attention_kept") or ()) == plan.grid(module).attention_kept
         for module in modules
     )

@@ -21,7 +21,7 @@ from dflop.cli import cli
 from dflop.config import Config, ModelConfig, load_config
 from dflop.costs import CostModel, analytic, fit_costs
 from dflop.costs.analytic import AnalyticPoints, analytic_points
-from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec
+from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec, offloading
 from dflop.plan import Grid, Plan
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.schedule import MEMORY_CATEGORIES
@@ -65,6 +65,23 @@ PLANS = {
         num_microbatches=2,
         checkpointing=True,
     ),
+    "offloaded to the host's memory": Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=2, offloaded=(3,)),
+            Grid(module="llm", num_ranks=2, rank_offset=2, offloaded=(2,)),
+        ),
+        num_microbatches=2,
+    ),
+    "tensor parallelism, recomputing and offloaded": Plan(
+        placement="disjoint",
+        grids=(
+            Grid(module="vision", num_ranks=2, recomputed=(2,), offloaded=(1,)),
+            Grid(module="llm", num_ranks=4, tp=2, pp=2, rank_offset=2, recomputed=(1, 0), offloaded=(1, 1)),
+        ),
+        num_microbatches=2,
+        checkpointing=True,
+    ),
     "tensor parallelism, recomputing": Plan(
         placement="disjoint",
         grids=(
@@ -85,6 +102,7 @@ def _few_points():
         patch.setattr(analytic, "_TEXT_FORMS", ((16_384, 0.5), (256, 0.1)))
         patch.setattr(analytic, "_COUNTED_ITEMS", (1, 40))
         patch.setattr(analytic, "_COUNTED_TOKENS", (64, 4_096))
+        patch.setattr(offloading, "LEAST_BYTES", 1 << 14)  # these models' tensors are small
         yield
 
 

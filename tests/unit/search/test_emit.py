@@ -322,6 +322,15 @@ def test_layers_recomputed_but_for_attention_are_recomputed_as_a_whole_by_flags(
     assert said.startswith("recomputed but for attention: 9 layers of the LLM; the flags recompute layers as a whole")
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_offloaded_layers_stay_on_the_device_by_flags(framework):
+    away = replace(ONE_MODULE, grids=(ONE_MODULE.grids[0], replace(ONE_MODULE.grids[1], offloaded=(3,))))
+    emitted, kept = (emit(framework, plan, SPEC, 512) for plan in (away, ONE_MODULE))
+    assert (emitted.plan, emitted.flags) == (kept.plan, kept.flags)
+    (said,) = (sentence for sentence in emitted.beyond if sentence not in kept.beyond)
+    assert said == "layers in host memory: llm 3; the flags keep all of them on the device"
+
+
 # ---- frameworks that read a config file, and those that share Megatron Core's names ----
 
 WHOLE = replace(SHARED, grids=tuple(replace(grid, sharding="optimizer", shards=None) for grid in SHARED.grids))

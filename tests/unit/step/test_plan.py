@@ -100,6 +100,8 @@ def test_a_field_that_a_hand_got_wrong_is_named_with_what_would_be_right(tmp_pat
             r"llm: attention_kept is \[1, 2\], and recomputed \[2, 1\]; attention is kept in none to all of the layers",
         ),
         ({"attention_kept": [1, 1]}, r"llm: attention_kept is \[1, 1\], and recomputed \[\]; .* give both, one number"),
+        ({"offloaded": [1]}, r"llm: offloaded is \[1\], but pp=2 makes 2 stages; .* leave offloaded out to offload no"),
+        ({"offloaded": [1, -1]}, r"`plan.grids.llm.offloaded\[1\]` is -1; it must be a whole number from 0"),
         ({"num_ranks": 10**12}, "`plan.grids.llm.num_ranks` is 1000000000000; it must be .* to 1000000"),
     ],
 )
@@ -131,6 +133,18 @@ def test_some_of_the_recomputed_layers_are_so_but_for_attention():
     values["grids"]["vision"] |= {"recomputed": [1], "attention_kept": [1]}
     with pytest.raises(UserError, match=r"vision: attention_kept is \[1\]; only the LLM's layers"):
         plan_from_dict(values)
+
+
+def test_layers_behind_the_recomputed_ones_may_be_offloaded():
+    values = disjoint(llm_pp=2, checkpointing=True).to_dict()
+    values["grids"]["llm"] |= {"recomputed": [1, 0], "offloaded": [2, 1]}
+    plan = plan_from_dict(values)
+    assert plan.offloaded_of("llm", 5) == (2, 1)
+    assert plan.offloaded_of("vision", 5) == (0,)
+    assert "(offloaded 2+1)" in str(plan)
+    assert plan_from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict()))) == plan
+    with pytest.raises(UserError, match=r"llm.offloaded\[0\]` is 2; the stage has 2 layers and .* at most 1"):
+        plan.offloaded_of("llm", 4)
 
 
 def test_a_grid_recomputes_nothing_where_it_leaves_to_another_to_say_how_much():

@@ -1,0 +1,111 @@
+"""Layers whose saved tensors wait in host memory compute the same, and their device holds two layers' at most."""
+
+import gc
+
+import pytest
+import torch
+from test_compilation import build, text_of
+
+from dflop.costs.live_bytes import LiveBytes
+from dflop.models import offloading
+from dflop.models.compilation import replace_forwards
+from dflop.models.offloading import offload_layers
+from dflop.models.stages import LlmStage
+
+LENGTHS = (300, 110)
+NUM_LAYERS = 5
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave(monkeypatch):
+    """The tiny model's tensors are smaller than those that are worth a copy."""
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 1 << 12)
+
+
+def build_llm(**settings: int) -> LlmStage:
+    return build("llm", NUM_LAYERS, **settings)
+
+
+def loss_of(stage: LlmStage) -> torch.Tensor:
+    text = text_of(LENGTHS)
+    return stage(stage.embed(text, []), text)
+
+
+def gradients_of(stage: LlmStage) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in stage.named_hf_parameters().items()}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("num_recomputed", [0, 2])
+@pytest.mark.parametrize("num_offloaded", [1, 3, 5])
+def test_gradients_are_those_of_kept_layers(num_offloaded, num_recomputed, is_compiled):
+    num_offloaded = min(num_offloaded, NUM_LAYERS - num_recomputed)
+    kept, offloaded = build_llm(), build_llm(num_recomputed=num_recomputed, num_offloaded=num_offloaded)
+    if is_compiled:
+        replace_forwards(offloaded, lambda forward: torch.compile(forward, dynamic=True, backend="aot_eager"))
+    for stage in (kept, offloaded):
+        # Two microbatches in flight, whose backwards come in the order of their forwards.
+        losses = [loss_of(stage), loss_of(stage)]
+        for loss in losses:
+            loss.backward()
+    expected = gradients_of(kept)
+    for name, gradient in gradients_of(offloaded).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_the_device_keeps_none_of_an_offloaded_layer_and_two_while_it_computes():
+    kept, peaks = [], []
+    gc.collect()
+    gc.disable()  # what only the collector of cycles would free is kept for too long
+    try:
+        for num_offloaded in range(NUM_LAYERS):
+            stage = build_llm(num_offloaded=num_offloaded)
+            with LiveBytes() as live:
+                loss = loss_of(stage)
+                kept.append(live.now)
+                loss.backward()
+                peaks.append(live.peak)
+                del loss
+                stage.zero_grad()
+                assert live.now == 0
+    finally:
+        gc.enable()
+    a_layer = kept[0] - kept[1]
+    assert a_layer > 0
+    for num_offloaded in range(2, NUM_LAYERS):
+        assert kept[0] - kept[num_offloaded] == pytest.approx(num_offloaded * a_layer, rel=0.01)
+    assert kept[-1] < kept[0] - 3.9 * a_layer
+    assert peaks[3] < peaks[0] - 0.9 * a_layer
+
+
+def test_without_its_hooks_a_layer_keeps_what_it_saves():
+    def kept_by(num_offloaded: int) -> int:
+        stage.set_offloaded(num_offloaded)
+        with LiveBytes() as live:
+            loss = loss_of(stage)
+            now = live.now
+        del loss
+        return now
+
+    stage = build_llm()
+    before = kept_by(0)
+    assert kept_by(3) < before
+    assert kept_by(0) == before
+
+
+def test_a_graph_that_is_kept_can_go_backward_twice():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).double()
+    given = torch.randn(256, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = layers(given).tanh().sum()
+    plain.backward()
+    expected = [parameter.grad.clone() for parameter in layers.parameters()]
+    layers.zero_grad()
+    handles = offload_layers(layers, None)
+    loss = layers(given).tanh().sum()
+    loss.backward(retain_graph=True)
+    layers(given)
+    loss.backward()
+    for parameter, gradient in zip(layers.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-12, atol=1e-12)
+    for handle in handles:
+        handle.remove()
