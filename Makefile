@@ -9,7 +9,8 @@
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make dist   builds the wheel and the source package into dist/: the same bytes from the same commit
-# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html. what-if.html there is one file
+# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
+# make what-if   makes docs/_build/what-if.html, one file that answers for models, cards and numbers searched before
 # make lock   writes requirements.lock: the versions of constraints.txt with the hashes of their files
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
@@ -25,7 +26,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test test-unit test-serial test-all test-pythons test-torch211 test-slurm test-gpu fuzz screenshots
-.PHONY: test-trainers dist docs lock lint clean
+.PHONY: test-trainers dist docs what-if lock lint clean
 
 setup: $(STAMP)
 
@@ -103,8 +104,10 @@ dist: setup
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) hatchling build -d dist
 	cd dist && sha256sum *
 
-docs: setup
+docs: what-if
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
+
+what-if: setup
 	python docs/what_if.py
 
 # The lines before the first package say how to install by the lock; uv's own comments name the package that asks.
