@@ -4,6 +4,7 @@
 # make test-pythons   the unit tests with Python 3.12 and 3.13, each in an environment of its own; without one it says so
 # make test-torch211   the tests of models with torch 2.11, the oldest that is supported, in an environment of its own
 # make test-trainers   other trainers' own parsers read emitted plans; installs these, without what they depend on
+# make test-wheel   the wheel in an environment that was empty runs the demo to its report, in some eight minutes
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make test-gpu   checks that one GPU decides, in 30 minutes; without a GPU it says which (docs/how-to/first-hour.md)
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
@@ -26,7 +27,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test test-unit test-serial test-all test-pythons test-torch211 test-slurm test-gpu fuzz screenshots
-.PHONY: test-trainers dist docs what-if lock lint clean
+.PHONY: test-trainers test-wheel dist docs what-if lock lint clean
 
 setup: $(STAMP)
 
@@ -82,6 +83,10 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 
 test-trainers: .trainers
 	pytest -q tests/unit/search/test_trainers_parsers.py
+
+# Installs the wheel into an environment of its own, and runs the demo there.
+test-wheel: setup
+	pytest -q -m exhaustive tests/workflow/test_packaging.py
 
 test-slurm: setup
 	tests/slurm/install.sh
