@@ -4,12 +4,14 @@
 # make test-pythons   the unit tests with Python 3.12 and 3.13, each in an environment of its own; without one it says so
 # make test-torch211   the tests of models with torch 2.11, the oldest that is supported, in an environment of its own
 # make test-trainers   other trainers' own parsers read emitted plans; installs these, without what they depend on
+# make test-wheel   the wheel in an environment that was empty runs the demo to its report, in some eight minutes
 # make test-slurm   runs the workflow on a small Slurm of its own, which it installs from Debian's packages
 # make test-gpu   checks that one GPU decides, in 30 minutes; without a GPU it says which (docs/how-to/first-hour.md)
 # FUZZ_SECONDS=600 make fuzz   reads damaged files of every kind, ten minutes for each test of tests/hostile
 # make screenshots   pictures of the demo's report, as a laptop and a phone show it, into results/demo/screenshots
 # make dist   builds the wheel and the source package into dist/: the same bytes from the same commit
-# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html. what-if.html there is one file
+# make docs   builds the pages of docs/ into docs/_build; open docs/_build/index.html
+# make what-if   makes docs/_build/what-if.html, one file that answers for models, cards and numbers searched before
 # make lock   writes requirements.lock: the versions of constraints.txt with the hashes of their files
 # make lint   checks the code's and the workflow's form
 PYTHON ?= python3
@@ -25,7 +27,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo test test-unit test-serial test-all test-pythons test-torch211 test-slurm test-gpu fuzz screenshots
-.PHONY: test-trainers dist docs lock lint clean
+.PHONY: test-trainers test-wheel dist docs what-if lock lint clean
 
 setup: $(STAMP)
 
@@ -82,6 +84,10 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 test-trainers: .trainers
 	pytest -q tests/unit/search/test_trainers_parsers.py
 
+# Installs the wheel into an environment of its own, and runs the demo there.
+test-wheel: setup
+	pytest -q -m exhaustive tests/workflow/test_packaging.py
+
 test-slurm: setup
 	tests/slurm/install.sh
 	pytest -q tests/slurm
@@ -103,8 +109,10 @@ dist: setup
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) hatchling build -d dist
 	cd dist && sha256sum *
 
-docs: setup
+docs: what-if
 	sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build
+
+what-if: setup
 	python docs/what_if.py
 
 # The lines before the first package say how to install by the lock; uv's own comments name the package that asks.

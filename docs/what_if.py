@@ -1,7 +1,7 @@
 """The what-if page: which layout, and what it takes, for a model, a card, a number of devices and a mix of data.
 
     python docs/what_if.py --search    # half an hour of a core: the rows that the table lacks, into docs/what-if.json
-    make docs                          # the page of that table, docs/_build/what-if.html: one file, no network
+    make what-if                       # the page of that table, docs/_build/what-if.html: one file, no network
 
 Rows are searches with analytic costs of batches of eight samples a device; the page shows these rows and nothing
 between them. A layout is told in words beside its sizes.
@@ -20,7 +20,7 @@ import yaml
 HERE = Path(__file__).parent
 TABLE, PAGE, TEMPLATE = HERE / "what-if.json", HERE / "_build/what-if.html", HERE / "what-if.template.html"
 MODELS = {"llava_ov_7b": ("llava_onevision", [1, 2, 4]), "qwen2_5_vl_7b": ("qwen2_5_vl", [1, 2, 4])}
-CARDS = ("h100-80g", "a100-80g", "h200-141g")
+CARDS = ("h100-80g", "h100-96g", "a100-80g", "a800-80g", "h200-141g")
 NUM_DEVICES = (8, 64, 256)
 # How often a record of each kind is in the manifest, which has more than the largest batch.
 MIXES = {

@@ -184,9 +184,9 @@ def sample_costs(shapes: str | Path, model: Any = None) -> np.ndarray:
     from dflop.store import read_table
 
     path = Path(shapes)
-    samples = read_table(path, "samples", made_by="merge-shapes")
-    rejects = read_table(path, "rejects", made_by="merge-shapes")
-    sources = read_table(path, "sources", made_by="merge-shapes")
+    samples, rejects, sources = (
+        read_table(path, name, made_by="shapes MANIFEST --model DIR") for name in ("samples", "rejects", "sources")
+    )
     if not len(samples):
         raise UserError(f"{path} holds no sample")
     columns = [name for name in ("num_items", "num_audio_windows") if samples[name].sum()] + ["llm_tokens"]

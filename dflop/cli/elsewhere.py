@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     "costs": {"source": "analytic", "tp_sizes": [1, 2, 4, 8]},
     "train": {"precision": "bf16", "global_batch_size": 64},
 }
-_SHAPES_KEY = "shapes/key"
+_SHAPES_KEY, _COSTS_KEY = "shapes/key", "costs/key"
 
 
 def from_manifest(function: Callable) -> Callable:
@@ -169,38 +169,55 @@ def _of_model(folder: Path) -> Mapping[str, Any]:
 
 def _make_shapes(config: Any, text: str, folder: Path, manifest: Path) -> None:
     """Make `shapes.duckdb`, unless it is there already from the same manifest, config keys and code."""
-    from dflop.base.commands import COMMANDS, code_digest
     from dflop.cli.data import merge_shapes, profile_shapes
-    from dflop.config import select_keys
     from dflop.shapes import list_shards, list_sources
 
-    commands = ("profile-shapes", "merge-shapes")
     stat = manifest.stat()
-    behind = [select_keys(config, COMMANDS[name].reads) for name in commands]
-    known: list[Any] = [stat.st_size, stat.st_mtime_ns, *behind, *map(code_digest, commands)]
-    key, kept = hashlib.sha256(json.dumps(known).encode()).hexdigest(), folder / _SHAPES_KEY
-    if (folder / "shapes.duckdb").is_file() and kept.is_file() and kept.read_text(encoding="utf-8") == key:
+    key = _key(config, ("profile-shapes", "merge-shapes"), stat.st_size, stat.st_mtime_ns)
+    if _is_made(out := folder / "shapes.duckdb", kept := folder / _SHAPES_KEY, key):
         return
     for source in list_sources(config.data):
         for shard in list_shards(source, config.data.samples_per_shard, config.seed):
-            out = folder / "shapes" / f"{shard.name}.parquet"
-            profile_shapes.callback(configs=(text,), shard=shard.name, out=out, workers=None)
-    merge_shapes.callback(configs=(text,), shapes=folder / "shapes", out=folder / "shapes.duckdb", bounds=None)
+            rows = folder / "shapes" / f"{shard.name}.parquet"
+            profile_shapes.callback(configs=(text,), shard=shard.name, out=rows, workers=None)
+    merge_shapes.callback(configs=(text,), shapes=folder / "shapes", out=out, bounds=None)
     with written_whole(kept) as path:
         path.write_text(key, encoding="utf-8")
 
 
 def _make_costs(config: Any, text: str, folder: Path) -> None:
-    """Make `costs.duckdb`, with every tensor-parallel size of the config that divides a module's heads."""
+    """Make `costs.duckdb`, with every tensor-parallel size of the config that divides a module's heads, unless it is
+    there already from the same config keys and code."""
     from dflop.cli.costs import fit_costs_command, profile_costs
     from dflop.models import able_tp_sizes, load_model_spec
 
+    key = _key(config, ("profile-costs", "fit-costs"), list(config.costs.tp_sizes))
+    if _is_made(out := folder / "costs.duckdb", kept := folder / _COSTS_KEY, key):
+        return
     paths = []
     for module, tp_sizes in able_tp_sizes(load_model_spec(config.model), config.costs.tp_sizes).items():
         for tp in tp_sizes:
             paths.append(folder / "costs" / f"{module}.tp{tp}.parquet")
             profile_costs.callback(configs=(text,), module=module, tp=tp, bounds=None, out=paths[-1])
-    fit_costs_command.callback(measurements=tuple(paths), links_path=None, out=folder / "costs.duckdb")
+    fit_costs_command.callback(measurements=tuple(paths), links_path=None, out=out)
+    with written_whole(kept) as path:
+        path.write_text(key, encoding="utf-8")
+
+
+def _key(config: Any, commands: tuple[str, ...], *known: Any) -> str:
+    """Stands for what these commands make: by their code and keys, the model's config and what else is known."""
+    from dflop.base.commands import COMMANDS, code_digest
+    from dflop.config import select_keys
+    from dflop.models.checkpoint import read_hf_config
+
+    model = read_hf_config(Path(config.model.path)) if config.model.path else None
+    behind = [select_keys(config, COMMANDS[name].reads) for name in commands]
+    text = json.dumps([*known, model, *behind, *map(code_digest, commands)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_made(path: Path, kept: Path, key: str) -> bool:
+    return path.is_file() and kept.is_file() and kept.read_text(encoding="utf-8") == key
 
 
 def _report(folder: Path) -> None:

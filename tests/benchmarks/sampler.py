@@ -137,7 +137,7 @@ def rebalanced_batches(lengths, num_replicas, batch_size, accumulation, most, qu
         sampler.QUADRATIC_COST_COEF = quadratic
     steps = []
     sampler._yield_global_batch = lambda indices: [steps.append(sampler._assign(indices, lengths[indices].tolist()))]
-    all(zip(sampler, range(most // accumulation), strict=False))
+    all(zip(range(most // accumulation), sampler, strict=False))
     return [[batch for step in steps for batch in step[rank]] for rank in range(num_replicas)]
 
 

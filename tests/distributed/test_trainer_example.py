@@ -28,7 +28,8 @@ from dflop import BalancedBatchSampler, balance_trainer
 folder = sys.argv[1]
 lengths = [3 + (7 * index) % 23 for index in range({NUM_SAMPLES})]
 data = [{{"input_ids": [index + 1] * length}} for index, length in enumerate(lengths)]
-noted, weights, BATCH_SIZE, ACCUMULATION, EPOCHS = [], [], {BATCH_SIZE}, {ACCUMULATION}, {EPOCHS}
+noted, weights = [], []
+NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, EPOCHS = {NUM_SAMPLES}, {BATCH_SIZE}, {ACCUMULATION}, {EPOCHS}
 
 
 def collate(samples):
@@ -96,6 +97,74 @@ trainer = NotedTrainer(
     train_dataset=Dataset.from_list(data), processing_class=AutoTokenizer.from_pretrained(f"{folder}/tokenizer"),
 )
 balance_trainer(trainer).train()
+""",
+    # Sample i's conversation begins with its number. A processor's part for videos would need torchvision.
+    "pictures": """
+from types import SimpleNamespace
+
+from PIL import Image
+from transformers import (
+    PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from trl import SFTConfig, SFTTrainer
+
+from dflop.shapes.text import BUNDLED_TOKENIZER
+
+processor = object.__new__(Qwen2_5_VLProcessor)
+processor.tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_TOKENIZER)
+marks = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+processor.tokenizer.add_special_tokens({"additional_special_tokens": marks})
+start, picture, _, video = processor.tokenizer.convert_tokens_to_ids(marks)
+processor.image_processor = Qwen2VLImageProcessorPil()
+processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+processor.image_token, processor.image_token_id = marks[1], picture
+processor.video_token, processor.video_token_id = marks[3], video
+processor.chat_template = (
+    "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else '<|vision_start|><|image_pad|>"
+    "<|vision_end|>' }}{% endfor %}"
+)
+
+
+def conversation(index):
+    texts = [{"type": "text", "text": text} for text in (f"{index}:", "yes " * lengths[index])]
+    message = {"role": "user", "content": [texts[0], {"type": "image"}, texts[1]]}
+    return {"images": [Image.new("RGB", (56, 56))], "messages": [message]}
+
+
+def number_of(ids):
+    return int(processor.tokenizer.decode(ids).split(":")[0])
+
+
+def loss(outputs, labels, num_items_in_batch=None):
+    return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
+
+
+class NotedTrainer(SFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        assert len(inputs["image_grid_thw"]) == len(inputs["input_ids"])
+        noted.append([self.state.global_step, [number_of(ids) for ids in inputs["input_ids"]]])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
+    text_config=dict(
+        vocab_size=len(processor.tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    ),
+    vision_config=dict(
+        depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=16, fullatt_block_indexes=[0]
+    ),
+    image_token_id=picture, video_token_id=video, vision_start_token_id=start,
+))
+trainer = NotedTrainer(
+    model, SFTConfig(**ARGUMENTS | {"save_strategy": "no"}, gradient_checkpointing=False, bf16=False, max_length=None),
+    train_dataset=Dataset.from_list([conversation(index) for index in range(NUM_SAMPLES)]),
+    processing_class=processor, compute_loss_func=loss,
+)
+balance_trainer(trainer, costs=lengths).train()
 """,
     "accelerate": """
 from accelerate import Accelerator
@@ -202,12 +271,13 @@ def test_the_trainer_trains_on_the_samples_of_torch_and_resumes_in_the_second_ep
     assert found == [expected, [[]] * 8 + expected[8:], expected]
 
 
-def test_trl_accelerate_and_lightning_train_on_the_samples_of_torch(tmp_path):
+def test_trl_with_and_without_pictures_accelerate_and_lightning_train_on_the_samples_of_torch(tmp_path):
     others = ("trl", "accelerate", "lightning")
     for name in others:
         pytest.importorskip(name, reason=f"needs {name} (pip install '.[dev]')")
     ChatTokenizer(None).save(tmp_path / "tokenizer", ())
     expected = torch_steps()
     half = len(expected) // EPOCHS
-    found = train(tmp_path, **{name: RUNS[name] for name in others})
-    assert found == [expected, expected[half:] + expected[:half], expected], "accelerate began with the second epoch"
+    found = train(tmp_path, **{name: RUNS[name] for name in (*others, "pictures")})
+    turned = expected[half:] + expected[:half]
+    assert found == [expected, turned, expected, expected], "accelerate began with the second epoch"

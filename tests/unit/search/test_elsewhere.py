@@ -125,15 +125,20 @@ def test_what_was_made_is_a_run_like_any_other(planned, monkeypatch, capsys):
     assert "chosen: " in capsys.readouterr().out
 
 
-def test_the_same_data_is_not_read_again_for_another_cluster(planned, monkeypatch, capsys):
+def test_neither_shapes_nor_costs_are_made_again_for_another_cluster(planned, monkeypatch, capsys):
     monkeypatch.chdir(planned.parents[1])
-    before = (planned / "shapes.duckdb").stat().st_mtime_ns
+    made = [planned / "shapes.duckdb", planned / "costs.duckdb"]
+    before = [path.stat().st_mtime_ns for path in made]
     changed = ("--config", "cluster.num_nodes=2", "--config", "cluster.gpu_hour_cost=null")
     plan("mine", "--manifest", "train.json", "--model", "model", *changed)
-    assert (planned / "shapes.duckdb").stat().st_mtime_ns == before
+    assert [path.stat().st_mtime_ns for path in made] == before
     said = capsys.readouterr().out
     assert "for 4 devices (h100-80g, analytic costs)" in said
     assert "an epoch of" not in said  # without a price
+    model = Path("model/config.json")
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"changed": True}))
+    plan("mine", "--manifest", "train.json", "--model", "model", *changed)
+    assert [path.stat().st_mtime_ns > time_ns for path, time_ns in zip(made, before, strict=True)] == [True, True]
 
 
 def test_a_model_without_a_manifest_is_refused(place, monkeypatch):
