@@ -41,7 +41,7 @@ def plan_command(
     """
     from dflop.base import written_whole
     from dflop.comparison import price_baselines, require_todays_layout
-    from dflop.config import excess_memory
+    from dflop.config import excess_memory, require_known_memory
     from dflop.costs import CostModel
     from dflop.loading import read_loading_times
     from dflop.models import load_model_spec
@@ -55,6 +55,7 @@ def plan_command(
     explain = explain or out is None
     config = load_for("plan", configs)
     loading_times = read_loading_times(loading) if loading else None
+    require_known_memory(config.cluster)
     if excess := excess_memory(config.cluster):
         click.echo(f"warning: {excess}; plans may not fit there", err=True)
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)

@@ -8,7 +8,7 @@ from dflop.base import UserError
 from dflop.base.devices import DeviceModel, find_device, load_device
 from dflop.config.schema import ClusterConfig, Config
 
-__all__ = ["excess_memory", "most_memory_gib", "with_device_figures"]
+__all__ = ["excess_memory", "most_memory_gib", "require_known_memory", "with_device_figures"]
 
 # For a device that no data sheet describes.
 _MEMORY_GIB, _INTRA_NODE_GBPS, _INTER_NODE_GBPS = 4.0, 100.0, 50.0
@@ -18,18 +18,12 @@ def with_device_figures(config: Config) -> ClusterConfig:
     """The config's cluster with its memory (GiB) and link speeds (Gbit/s) filled in where they are null.
 
     Raises:
-        UserError: for analytic costs of an unknown device, or with more memory than the data sheet says; for GPUs of
-            unknown memory.
+        UserError: for analytic costs of an unknown device, or with more memory than the data sheet says.
     """
     cluster, is_analytic = config.cluster, config.costs.source == "analytic"
     device = (load_device if is_analytic else find_device)(cluster.device_model, _models_file(cluster))
     if is_analytic and cluster.memory_gib is not None and cluster.memory_gib > device.most_memory_gib:
         raise UserError(f"{excess_memory(cluster)}; lower it, leave it out, or choose another `cluster.device_model`")
-    if device is None and cluster.device == "cuda" and cluster.memory_gib is None:
-        raise UserError(
-            "`cluster.device: cuda` needs `cluster.device_model`, such as h100-80g, or `cluster.memory_gib`, the "
-            "memory of one card that plans may use"
-        )
     given = {name: value for name in _figures(device) if (value := getattr(cluster, name)) is not None}
     return dataclasses.replace(cluster, **(_figures(device) | given))
 
@@ -53,6 +47,15 @@ def excess_memory(cluster: ClusterConfig) -> str | None:
         f"`cluster.memory_gib` is {cluster.memory_gib:g}, more than the {most_gib:g} that the data sheet "
         f"of `cluster.device_model` {cluster.device_model!r} says"
     )
+
+
+def require_known_memory(cluster: ClusterConfig) -> None:
+    """Raise a UserError for GPUs of which neither the model nor the memory is given: plans would be made for 4 GiB."""
+    is_known = find_device(cluster.device_model, _models_file(cluster)) is not None
+    if cluster.device == "cuda" and not is_known and cluster.memory_gib == _MEMORY_GIB:
+        raise UserError(
+            "plans for GPUs need `cluster.device_model`, such as h100-80g, or `cluster.memory_gib`, a card's memory"
+        )
 
 
 def most_memory_gib(cluster: ClusterConfig) -> float:

@@ -6,11 +6,12 @@ falls as a load grows, and may rise faster where caches are full or kernels no l
 of a head that computes one chunk of logits at a time rise more slowly beyond one chunk. Rows are weighted by 1/seconds,
 so that relative errors count, and weighted down where they are outliers of a noisy machine.
 
-The backward of a recomputed layer takes the time of another layer's backward and forward together. Where costs are
-measured, recomputed layers have no fit of their own: the noise between two fits is as large as the time of recomputing
-one layer. Counted costs have no noise, and count what is recomputed: torch stops a layer at the last tensor that
-backward reads, so its last matrix product is not repeated. A layer that is recomputed but for attention repeats what
-its forward takes without growing with squared lengths (`CostModel.part_forms`).
+The backward of a recomputed layer takes the time of another layer's backward, of its attention, and of a share of the
+rest of its forward. Where costs are measured, recomputed layers have no more of their own than this share: the noise
+between two fits is as large as the time of recomputing one layer. Counted costs have no noise, and count what is
+recomputed: torch stops a layer at the last tensor that backward reads, so its last matrix product is not repeated. A
+layer that is recomputed but for attention repeats what its forward takes without growing with squared lengths
+(`CostModel.part_forms`).
 
 Whole stages (`whole`: embedding to loss, at depths between the fitted ones, some with recomputed layers) are kept out
 of every fit. The error of their predictions is `fit_error`.
@@ -48,6 +49,8 @@ PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 Times = dict[tuple[str, LayoutKey, str, bool, str], Coefficients]
 
 _NUM_HINGES = 4
+# With fewer sizes, seconds are straight lines.
+_LEAST_BENT_SIZES = 4
 _NUMBERS = pl.List(pl.Float64)
 _LEAST_POINTS = {"layers": 4, "first": 2, "last": 2}
 # Relative residuals beyond this weigh less.
@@ -188,8 +191,8 @@ def _recomputing(times: Times, repeated: Mapping[tuple[str, LayoutKey], float]) 
 
 def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, LayoutKey], float]:
     """How much of a layer's forward is added to backward where the layer is recomputed, at most 1, beside attention:
-    compiled, it leaves out the last product, and layers that are kept repeat pointwise results as well. Long
-    microbatches weigh most: the seconds of short ones are of launches."""
+    compiled, it leaves out the last product, and layers that are kept repeat pointwise results as well. It is the
+    median over the longest microbatches: the seconds of short ones are of launches."""
     shares = {}
     again = pl.col("checkpointing") & (pl.col("piece") == "layers") & (pl.col("pass") == "backward")
     for (module, *sizes), frame in points.filter(again).group_by("module", *LayoutKey.columns()):
@@ -198,7 +201,10 @@ def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, Layo
         kept = times[module, layout, "layer", False, "backward"] + attention
         kept_s = times[module, layout, "stage", False, "backward"](loads) + depths * kept(loads)
         others_s, added_s = depths * others(loads), frame["seconds"].to_numpy() - kept_s
-        shares[module, layout] = float(np.clip(added_s @ others_s / max(others_s @ others_s, 1e-30), 0.0, 1.0))
+        sizes = frame[main_load(module)].to_numpy()
+        longest = (sizes >= sizes.max() / 2) & (others_s > 0)
+        if longest.any():
+            shares[module, layout] = float(np.clip(np.median(added_s[longest] / others_s[longest]), 0.0, 1.0))
     return shares
 
 
@@ -349,8 +355,9 @@ def _columns(
     along = FEATURES.index(main_load(module, part))
     sizes, ramps = np.unique(loads[:, along]), set()
     is_beyond = sizes.max() > chunk
-    num_hinges = min(_NUM_HINGES, len(sizes) // 2) if target == "seconds" or len(sizes) >= 2 * _NUM_HINGES else 0
-    if target != "saved_bytes" and part != "stage" and num_hinges:
+    num_hinges = min(_NUM_HINGES, len(sizes) // 2)
+    is_bent = len(sizes) >= (_LEAST_BENT_SIZES if target == "seconds" else 2 * _NUM_HINGES)
+    if is_bent and target != "saved_bytes" and part != "stage":
         hinges = np.quantile(sizes, np.linspace(0, 1, num_hinges + 2)[1:-1])
         ramps = {(float(at), math.inf) for at in hinges if target == "seconds" or not is_beyond}
     if is_beyond:

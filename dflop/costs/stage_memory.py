@@ -99,6 +99,8 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
         if part == "offloaded_layer":
             # Its own tensors are on the device then, and those of the layer that leaves or comes back.
             freed[part, "layer"] = counts.get("layer", 0) - min(2, counts[part])
+        if part == "offloaded_passing_layer":
+            freed[part, "passing_layer"] = -min(2, counts[part])
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1

@@ -278,9 +278,14 @@ def priced(run: Run, *, recomputes: bool) -> tuple[float, float, float]:
 @lru_cache
 def costs_of(sizes: str, tp: int, device: str, implementation: str) -> CostModel:
     model, points = load_device(device), points_of(sizes, tp, device, implementation)
-    # As if measured: these frameworks repeat a recomputed layer to its end, where torch now stops early.
-    fitted = fit_model(median_points(points.measurements), points.parameters, "measured")
+    # As if it were not measured: these frameworks repeat a recomputed layer to its end, where torch now stops early.
+    fitted = fit_model(median_points(without_recomputing(points.measurements)), points.parameters, "measured")
     return replace(fitted, overhead_bytes=model.overhead_bytes, allocator_share=model.allocator_share)
+
+
+def without_recomputing(measurements: pl.DataFrame) -> pl.DataFrame:
+    """Measurements without the backward of recomputed layers, which then counts as their forward and backward."""
+    return measurements.filter(~(pl.col("checkpointing") & (pl.col("pass") == "backward")))
 
 
 @lru_cache

@@ -29,7 +29,7 @@ import numpy as np
 import polars as pl
 import yaml
 from multimodal_rows import NOT_PRICED, NUM_STEPS, Row, rows, spec_of
-from published import DEVICES_A_NODE, REPOSITORY, whole_logits
+from published import DEVICES_A_NODE, REPOSITORY, whole_logits, without_recomputing
 
 from dflop.base.devices import DeviceModel, load_device
 from dflop.config.schema import AudioConfig, ClusterConfig
@@ -234,8 +234,10 @@ def priced(row: Row) -> Price:
         share = 1.0 if is_llm else 1 / row.encoder_shares
         frames.append(points.measurements.with_columns(pl.col("seconds") * share, tp=as_tp))
         sizes.append(points.parameters.with_columns(tp=as_tp))
-    # As if measured: these frameworks repeat a recomputed layer to its end, where torch now stops early.
-    fitted = fit_model(median_points(pl.concat(frames)), pl.concat(sizes, how="diagonal_relaxed"), "measured")
+    # As if it were not measured: these frameworks repeat a recomputed layer to its end, where torch now stops early.
+    fitted = fit_model(
+        median_points(without_recomputing(pl.concat(frames))), pl.concat(sizes, how="diagonal_relaxed"), "measured"
+    )
     costs = replace(fitted, overhead_bytes=device.overhead_bytes, allocator_share=device.allocator_share)
     cluster = ClusterConfig(
         device="cuda",

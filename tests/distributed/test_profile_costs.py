@@ -77,12 +77,7 @@ def test_ranks_that_share_a_module_hold_half_of_it_each(measured, module):
     [
         ("llm", 3, {}, "tp=3 does not divide llm's 4 attention heads and 2 key-value heads of tiny; use one of 1, 2"),
         ("vision", 4, {}, "tp=4: a node has 2 devices (`cluster.devices_per_node`), and tensor parallelism does not"),
-        (
-            "llm",
-            1,
-            {"cluster": {"device": "cuda", "memory_gib": 80}},
-            "(`cluster.device` is cuda), but torch finds 0 GPU(s) here",
-        ),
+        ("llm", 1, {"cluster": {"device": "cuda"}}, "(`cluster.device` is cuda), but torch finds 0 GPU(s) here"),
         ("llm", 1, {"model": {"path": "/nowhere"}}, "`model.path` /nowhere is not a Hugging Face checkpoint directory"),
         ("llm", 1, {"model": {"tokenizer": "/nowhere"}}, "/nowhere is not a tokenizer directory"),
         ("llm", 1, ON_AN_UNKNOWN_DEVICE, "`cluster.device_model` is 'h900', a device of which no data sheet is known"),

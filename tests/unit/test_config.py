@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflop.base import UserError
-from dflop.config import Config, FixedPlan, SlurmConfig, excess_memory, load_config, select_keys
+from dflop.config import Config, FixedPlan, SlurmConfig, excess_memory, load_config, require_known_memory, select_keys
 
 REPOSITORY = Path(__file__).parents[2]
 ANALYTIC = {
@@ -692,8 +692,9 @@ def test_costs_are_of_layers_made_as_training_makes_them(source, device, impleme
     assert config.layers_of_costs == layers
 
 
-def test_gpus_of_unknown_memory_are_refused_and_those_that_are_described_are_not():
-    with pytest.raises(UserError, match=r"needs `cluster\.device_model`, such as h100-80g, or `cluster\.memory_gib`"):
-        load_config({"cluster": {"device": "cuda"}})
-    assert load_config({"cluster": {"device": "cuda", "memory_gib": 40}}).cluster.memory_gib == 40
-    assert load_config({"cluster": {"device": "cuda", "device_model": "h100-80g"}}).cluster.memory_gib > 70
+def test_plans_are_refused_for_gpus_of_unknown_memory_alone():
+    require_known_memory(load_config({}).cluster)
+    with pytest.raises(UserError, match=r"need `cluster\.device_model`, such as h100-80g, or `cluster\.memory_gib`"):
+        require_known_memory(load_config({"cluster": {"device": "cuda"}}).cluster)
+    for known in ({"memory_gib": 40}, {"device_model": "h100-80g"}):
+        require_known_memory(load_config({"cluster": {"device": "cuda"} | known}).cluster)

@@ -89,7 +89,7 @@ def test_several_nodes_of_gpus_need_the_jobs_node_list(tmp_path, monkeypatch):
     path.write_text(yaml.safe_dump({"plan": disjoint(vision_dp=2, llm_dp=2, num_microbatches=2).to_dict()}))
     with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2: run this inside `srun`"):
         launch_ranks(
-            load_config({"cluster": {"device": "cuda", "memory_gib": 80, "num_nodes": 2, "devices_per_node": 2}}),
+            load_config({"cluster": {"device": "cuda", "num_nodes": 2, "devices_per_node": 2}}),
             plan=path,
             arguments={"out": str(tmp_path)},
         )
