@@ -205,7 +205,8 @@ def _make_costs(config: Any, text: str, folder: Path) -> None:
 
 
 def _key(config: Any, commands: tuple[str, ...], *known: Any) -> str:
-    """Stands for what these commands make: by their code and keys, the model's config and what else is known."""
+    """A digest that changes where what these commands make may change: of their code, of the config keys that they
+    read, of the model's `config.json`, and of `known`."""
     from dflop.base.commands import COMMANDS, code_digest
     from dflop.config import select_keys
     from dflop.models.checkpoint import read_hf_config

@@ -210,10 +210,9 @@ def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, Layo
 
 def _attention_and_others(forward: Coefficients) -> tuple[Coefficients, Coefficients]:
     """The seconds of a layer's forward that grow with squared lengths, which are attention's, and the others."""
-    at = FEATURES.index("sum_sq_tokens")
-    squares = tuple(own * (place == at) for place, own in enumerate(forward.per_load))
-    rest = tuple(own * (place != at) for place, own in enumerate(forward.per_load))
-    return Coefficients(0.0, squares), Coefficients(forward.const, rest, forward.hinges)
+    squares = tuple(own * (load == "sum_sq_tokens") for load, own in zip(FEATURES, forward.per_load, strict=True))
+    attention = Coefficients(0.0, squares)
+    return attention, forward + -1.0 * attention
 
 
 def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:

@@ -69,7 +69,8 @@ class _Copies:
                 return host.copy_(tensor, non_blocking=True)
 
     def end_of_layer(self, sent: Sequence["_Kept"]) -> None:
-        """Free what the layer before sent, as soon as it is copied; next time, free what this layer `sent`."""
+        """Free the tensors of the layer before, once they are copied. Those that this layer `sent` are freed at the
+        end of the next one."""
         if self._left is not None:
             torch.cuda.current_stream().wait_event(self._left)
         for kept in self._leaving:

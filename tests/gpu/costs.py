@@ -72,7 +72,7 @@ def _profiled(module: str, setting: Setting) -> Measured:
     bounds.write_text((_TINY_BOUNDS if setting.is_tiny else _BOUNDS).to_json())
     config = {
         "model": {"family": _FAMILY, "preset": "tiny" if setting.is_tiny else _PRESET},
-        "cluster": {"device": setting.device, "devices_per_node": 1, "memory_gib": 70},
+        "cluster": {"device": setting.device, "devices_per_node": 1},
         "train": {"precision": "bf16"},
         "costs": {"repeats": 3, "time_budget_s": 0.1 if setting.is_tiny else _BUDGET_S * _share(setting)},
     }

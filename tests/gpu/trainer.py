@@ -61,7 +61,7 @@ class _Runs:
             connection.execute("UPDATE samples SET evaluation = true WHERE row % 4 = 1")
         self._config |= {
             "data": self._config["data"] | {"evaluation_share": 0.25},
-            "cluster": {"device": setting.device, "memory_gib": 4},
+            "cluster": {"device": setting.device},
             "schedule": {"policy": "lpt", "deterministic": True},
         }
         self._plan = plan_file(made, placement="colocated")

@@ -15,7 +15,7 @@ from dflop.base import UserError
 from dflop.cli import cli
 from dflop.config import ModelConfig, load_config
 from dflop.costs import CostModel, Loads, StageKind, fit_costs
-from dflop.costs.fit import fit_model, median_points
+from dflop.costs.fit import fit_model, fit_piece, median_points
 from dflop.costs.fitted import column_of
 from dflop.costs.measured import read_measured
 from dflop.models import digest_of_spec, load_model_spec
@@ -74,6 +74,24 @@ def test_load_beyond_a_cache_may_cost_more_a_unit(costs, measure_as):
         assert found.times["llm", LayoutKey(), "layer", False, "forward"](loads) == pytest.approx(bent(loads), rel=0.05)
     straight = fitted(measure_as(costs)).times["llm", LayoutKey(), "layer", False, "forward"]
     assert sum(hinge.slope for hinge in straight.hinges) < 0.02 * straight.per_load[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_bent"), [((1, 11, 64), False), ((1, 4, 11, 64), True), ((1, 4, 11, 23, 64), True)]
+)
+def test_from_four_sizes_on_what_waits_for_launches_is_told_from_what_grows(sizes, is_bent):
+    """Up to ten items a layer takes 1 ms, whatever there is to do, and beyond 0.1 ms an item."""
+    points = [(depth, size) for depth in (1, 4) for size in sizes]
+    frame = pl.DataFrame(
+        {
+            "num_layers": [depth for depth, _ in points],
+            "seconds": [depth * max(1e-3, 1e-4 * size) for depth, size in points],
+        }
+        | {load: [float(size) * (load == "num_items") for _, size in points] for load in FEATURES}
+    )
+    _, layer = fit_piece(frame, "vision", "layers", "seconds")
+    beyond = layer(Loads(*(np.array(load) for load in (256.0, 0.0, 0.0, 0.0))))
+    assert (beyond == pytest.approx(25.6e-3, rel=0.06)) == is_bent
 
 
 @settings(max_examples=15)
