@@ -77,10 +77,16 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile-loading": Command("data.py", "loading", ("seed", *_SOURCES, "data.watch_media", *LIMITS, *_MODEL)),
     "fit-costs": Command("costs.py", "costs", ()),
-    "plan": Command("plans.py", "comparison", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "plan")),
+    "plan": Command(
+        "plans.py",
+        "comparison",
+        (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "cluster.host_memory_gib", "data.audio", "plan"),
+    ),
     "schedule": Command("plans.py", "train", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "schedule")),
     "compare": Command(
-        "comparison.py", "report", (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "data.audio", "plan", "schedule")
+        "comparison.py",
+        "report",
+        (*_BATCH, *_MODEL, *_TRAINED, *_CLUSTER, "cluster.host_memory_gib", "data.audio", "plan", "schedule"),
     ),
     "train": Command(
         "training.py",

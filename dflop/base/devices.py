@@ -57,6 +57,7 @@ class DeviceModel:
     collective_s: float = 89e-6
     hop_s: float = 3.4e-6
     network_bytes_per_s: float = 6.25e9
+    host_bytes_per_s: float = 20e9
     overhead_bytes: float = 0.0
     communicator_bytes: float = COMMUNICATOR_BYTES
     allocator_share: float = 0.0

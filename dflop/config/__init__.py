@@ -6,7 +6,7 @@ be right.
 """
 
 from dflop.config.command_line import with_dotted_keys, with_texts_read
-from dflop.config.devices import excess_memory, most_memory_gib, require_known_memory
+from dflop.config.devices import excess_memory, host_bytes_per_s, most_memory_gib, require_known_memory
 from dflop.config.kinds import SAMPLING, SAMPLING_FORMS
 from dflop.config.load import load_config, restrict, select_keys, set_steps
 from dflop.config.schema import (
@@ -44,6 +44,7 @@ __all__ = [
     "TrainConfig",
     "VideoConfig",
     "excess_memory",
+    "host_bytes_per_s",
     "load_config",
     "most_memory_gib",
     "require_known_memory",

@@ -8,7 +8,7 @@ from dflop.base import UserError
 from dflop.base.devices import DeviceModel, find_device, load_device
 from dflop.config.schema import ClusterConfig, Config
 
-__all__ = ["excess_memory", "most_memory_gib", "require_known_memory", "with_device_figures"]
+__all__ = ["excess_memory", "host_bytes_per_s", "most_memory_gib", "require_known_memory", "with_device_figures"]
 
 # For a device that no data sheet describes.
 _MEMORY_GIB, _INTRA_NODE_GBPS, _INTER_NODE_GBPS = 4.0, 100.0, 50.0
@@ -56,6 +56,21 @@ def require_known_memory(cluster: ClusterConfig) -> None:
         raise UserError(
             "plans for GPUs need `cluster.device_model`, such as h100-80g, or `cluster.memory_gib`, a card's memory"
         )
+
+
+def host_bytes_per_s(cluster: ClusterConfig) -> float:
+    """What a device copies to its node's memory, or from there, while all do.
+
+    Raises:
+        UserError: if no data sheet says it.
+    """
+    device = find_device(cluster.device_model, _models_file(cluster))
+    if device is None:
+        raise UserError(
+            "layers are offloaded (`cluster.host_memory_gib`) as fast as a data sheet says, and there is none of "
+            f"`cluster.device_model` {cluster.device_model!r}: name one, or leave `cluster.host_memory_gib` out"
+        )
+    return device.host_bytes_per_s
 
 
 def most_memory_gib(cluster: ClusterConfig) -> float:

@@ -134,6 +134,7 @@ class ClusterConfig:
     num_nodes: kinds.Count = 1
     devices_per_node: kinds.Count = 2
     memory_gib: kinds.AboveZero | None = None
+    host_memory_gib: kinds.AboveZero | None = None
     intra_node_gbps: kinds.AboveZero | None = None
     inter_node_gbps: kinds.AboveZero | None = None
     device_model: str = "cpu"

@@ -49,10 +49,10 @@ KEPT_PARTS = (*PARTS, "passing_layer")
 class StageKind:
     """`num_layers` layers of a module, each divided as `layout` says, with embedding (`is_first`), head (`is_last`).
 
-    Of the layers with a backward, the first `num_recomputed` keep only their inputs, and recompute their activations in
-    backward; the last `num_attention_kept` of these keep what attention reads and makes as well. The next
-    `num_offloaded` keep all of it in host memory. `ways` says which parts have a backward, and which have gradients of
-    weights.
+    Of the layers with a backward, the first `num_offloaded` keep their activations in host memory. The next
+    `num_recomputed` keep only their inputs, and recompute their activations in backward; the last `num_attention_kept`
+    of these keep what attention reads and makes as well. `ways` says which parts have a backward, and which have
+    gradients of weights.
     """
 
     module: str
@@ -99,10 +99,11 @@ class StageKind:
     def layers_with_backward(self) -> list[str]:
         """The layers that have a backward, in the order of a forward, as names of their parts in backward."""
         names = []
+        of_each = ("offloaded_",) * self.num_offloaded
+        of_each += ("recomputed_",) * (self.num_recomputed - self.num_attention_kept)
+        of_each += ("attention_kept_",) * self.num_attention_kept
         for place in range(self.num_layers - self.ways.num_still):
-            how = "attention_kept_" if place >= self.num_recomputed - self.num_attention_kept else "recomputed_"
-            if place >= self.num_recomputed:
-                how = "offloaded_" * (place < self.num_recomputed + self.num_offloaded)
+            how = of_each[place] if place < len(of_each) else ""
             passes = "passing_" * (place in self.ways.passing)
             names.append(f"{how}{passes}layer")
         return names

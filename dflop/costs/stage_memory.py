@@ -10,6 +10,7 @@ from dflop.base.kernels import kernel
 from dflop.costs.forms import PackedForms, form_at
 from dflop.costs.stage_kind import ALL_PARTS, StageKind, counts_of
 from dflop.models.loads import Coefficients
+from dflop.plan.leaving import most_still_here
 
 __all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "resident_parts"]
 
@@ -17,6 +18,9 @@ __all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "r
 # By part: the kinds of layers behind it in a stage.
 _BEHIND = {"attention_kept_layer": ("passing_layer", "layer")}
 _BEHIND["recomputed_layer"] = ("attention_kept_passing_layer", "attention_kept_layer", *_BEHIND["attention_kept_layer"])
+_BEHIND["offloaded_layer"] = ("recomputed_passing_layer", "recomputed_layer", *_BEHIND["recomputed_layer"])
+_BEHIND["offloaded_passing_layer"] = _BEHIND["offloaded_layer"]
+_BESIDE_OFFLOADED = ("attention_kept_layer", "recomputed_layer", "offloaded_layer", "offloaded_passing_layer")
 
 
 class StageMemory(NamedTuple):
@@ -91,16 +95,18 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
     number below zero is of units that are there on top."""
     counts, freed = dict(kind.parts_with_backward), {}
     for part in counts:
-        # A stage's first layers are the recomputed ones, behind them come those recomputed but for attention: when
-        # backward reaches either, the activations of the layers behind them are free.
+        # Offloaded layers come first, behind them recomputed ones, then those recomputed but for attention: when
+        # backward reaches any of these, the activations of the layers behind them are free.
         for other in _BEHIND.get(part, ()):
             if other in counts:
                 freed[part, other] = counts[other]
-        if part == "offloaded_layer":
-            # Its own tensors are on the device then, and those of the layer that leaves or comes back.
-            freed[part, "layer"] = counts.get("layer", 0) - min(2, counts[part])
-        if part == "offloaded_passing_layer":
-            freed[part, "passing_layer"] = -min(2, counts[part])
+        if kind.num_offloaded and part in _BESIDE_OFFLOADED:
+            # The offloaded layers whose tensors have come back are on the device then.
+            is_later = not part.startswith("offloaded_")
+            since = kind.num_offloaded if is_later else 0
+            still_here = most_still_here(kind.num_offloaded, kind.num_layers - kind.ways.num_still, since)
+            whole = "layer" if "offloaded_layer" in counts else "passing_layer"
+            freed[part, whole] = freed.get((part, whole), 0) - still_here
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1

@@ -180,9 +180,9 @@ class FamilyRuntime:
         only that part from the checkpoint. If replicas shard parameters, `share` turns each unit (`Stage.units`), as
         soon as it is made, into this replica's rows of it, as DTensors on the device; only these rows are read. It
         also gets the unit's trained parameters. If `is_empty`, the values of the weights do not matter, and the stage
-        may be made of fake tensors. The first `num_recomputed` layers behind `num_still` are recomputed in backward,
-        the last `num_attention_kept` of these but for attention (`Stage.set_recomputed`); the next `num_offloaded` keep
-        their saved tensors in host memory. If `trained` says so, linear layers have adapters.
+        may be made of fake tensors. The first `num_offloaded` layers behind `num_still` keep their saved tensors in
+        host memory; the next `num_recomputed` are recomputed in backward, the last `num_attention_kept` of these but
+        for attention (`Stage.set_recomputed`). If `trained` says so, linear layers have adapters.
 
         Raises:
             UserError: for a checkpoint without this stage's weights, or a model that cannot be cut or divided this way.
@@ -215,8 +215,8 @@ class FamilyRuntime:
             hf.lm_head.weight = hf.model.language_model.embed_tokens.weight
         if reads:
             load_weights(hf, checkpoint, self.weight_renamings, stage.shards, names)
-        stage.set_recomputed(num_recomputed, num_still, num_attention_kept)
-        stage.set_offloaded(num_offloaded, num_still + num_recomputed)
+        stage.set_recomputed(num_recomputed, num_still + num_offloaded, num_attention_kept)
+        stage.set_offloaded(num_offloaded, num_still)
         if is_empty:
             return stage.train()
         _as_dtype(stage, dtype)  # adapters are now as wide as they are held

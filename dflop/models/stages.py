@@ -126,17 +126,17 @@ class Stage(nn.Module, ABC):
             return "layer"
         return "first" if "embed" in name else "last"
 
-    def set_offloaded(self, num_layers: int, num_before: int = 0) -> None:
-        """Have `num_layers` layers behind the first `num_before`, and no others, keep their saved tensors in host
-        memory (`offloading.py`)."""
+    def set_offloaded(self, num_layers: int, num_still: int = 0) -> None:
+        """Have `num_layers` layers behind the first `num_still`, which have no backward, and no others, keep their
+        saved tensors in host memory (`offloading.py`)."""
         for handle in self._offloading:
             handle.remove()
-        layers = [self.hf.get_submodule(name) for name in self.layer_names[num_before:]]
-        self._offloading = offload_layers(layers[:num_layers], next(iter(layers[num_layers:]), None))
+        layers = [self.hf.get_submodule(name) for name in self.layer_names[num_still:]]
+        self._offloading = offload_layers(layers, num_layers)
 
-    def set_recomputed(self, num_layers: int, num_still: int = 0, num_attention_kept: int = 0) -> None:
-        """Have `num_layers` layers behind the first `num_still`, which have no backward, and no others, keep only their
-        inputs and recompute in backward. The last `num_attention_kept` of them keep attention's results, too."""
+    def set_recomputed(self, num_layers: int, num_before: int = 0, num_attention_kept: int = 0) -> None:
+        """Have `num_layers` layers behind the first `num_before`, and no others, keep only their inputs and recompute
+        in backward. The last `num_attention_kept` of them keep attention's results, too."""
         # transformers 5.23 renamed both methods, and version 6 will remove the old names.
         if not num_layers:
             (getattr(self.hf, "activation_checkpointing_disable", None) or self.hf.gradient_checkpointing_disable)()
@@ -145,8 +145,8 @@ class Stage(nn.Module, ABC):
         enable({"use_reentrant": False})
         self.hf.disable_input_require_grads()  # else backward would go through all frozen layers, to embeddings
         names = self.layer_names
-        end = min(num_still + num_layers, len(names))
-        for name in names[:num_still] + names[end:]:
+        end = min(num_before + num_layers, len(names))
+        for name in names[:num_before] + names[end:]:
             self.hf.get_submodule(name).gradient_checkpointing = False
         for name in names[end - num_attention_kept : end]:
             layer = self.hf.get_submodule(name)

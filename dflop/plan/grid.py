@@ -29,14 +29,15 @@ class Grid:
     rank_offset: int = 0
     # The number of layers of each pipeline stage (with chunks, of each chunk of each stage); empty for an even split.
     layers: tuple[int, ...] = ()
-    # With checkpointing: how many of its layers each pipeline stage recomputes in backward, one number a stage as in
-    # `layers`. A stage recomputes its first layers: when backward reaches them, the memory of the others is free. See
-    # `Plan` for what an empty tuple means.
+    # How many of its first layers each pipeline stage keeps in host memory until backward, one number a stage as in
+    # `layers`.
+    offloaded: tuple[int, ...] = ()
+    # With checkpointing: how many of its layers, behind the offloaded ones, each pipeline stage recomputes in backward,
+    # one number a stage. A stage recomputes its first layers: when backward reaches them, the memory of the others is
+    # free. See `Plan` for what an empty tuple means.
     recomputed: tuple[int, ...] = ()
     # Of these, how many are recomputed but for attention, one number a stage: its last ones. The LLM alone has it.
     attention_kept: tuple[int, ...] = ()
-    # How many layers of each stage, behind the recomputed ones, keep what backward needs in host memory.
-    offloaded: tuple[int, ...] = ()
     # What replicas divide among them: a name in the table `SHARDINGS`.
     sharding: str = PLAIN_SHARDING
     # For `hybrid` only: the number of replicas, those of one node, that divide a copy of the parameters among them.

@@ -144,7 +144,8 @@ class Plan:
         return self.grid(module).attention_kept or (0,) * self.num_stages(module)
 
     def offloaded_of(self, module: str, num_layers: int) -> tuple[int, ...]:
-        """How many layers each of a module's stages keeps in host memory, behind those that it recomputes.
+        """How many of its first layers each of a module's stages keeps in host memory. Never the last one: its tensors
+        would have to come back at once.
 
         Raises:
             UserError: naming the field of `plan.yaml` that is more than the stage's other layers; also as
@@ -153,10 +154,10 @@ class Plan:
         recomputed, layers = self.recomputed_of(module, num_layers), self.layers_of(module, num_layers)
         given = self.grid(module).offloaded or (0,) * len(layers)
         for stage, (count, again, own) in enumerate(zip(given, recomputed, layers, strict=True)):
-            if count > len(own) - again:
+            if count > (most := max(0, min(len(own) - 1, len(own) - again))):
                 raise UserError(
                     f"`plan.grids.{module}.offloaded[{stage}]` is {count}; the stage has "
-                    f"{_counted(len(own), 'layer')} and recomputes {again}: use at most {len(own) - again}"
+                    f"{_counted(len(own), 'layer')}, recomputes {again} and never offloads the last: use at most {most}"
                 )
         return given
 

@@ -248,6 +248,17 @@ class Pricer:
         """`memory_bytes` in each place of each module's pipeline, [pp]."""
         return self.memory.along_pipeline(cells or self.cells(shapes, assignment), self.order(assignment.slots))
 
+    def host_bytes(
+        self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
+    ) -> float:
+        """The most bytes of host memory that a device's offloaded layers may take."""
+        in_flight = 1 if self.placement.shares_ranks and self.plan.grid("llm").pp == 1 else self.plan.num_microbatches
+        total = 0.0
+        for module, cell in (cells or self.cells(shapes, assignment)).items():
+            held = np.sort(self.stage_costs.host_bytes(module, cell.loads), axis=-1)[..., -in_flight:]
+            total += float(held.sum(axis=-1).max())
+        return total
+
     def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
         return self.memory.peak_bytes(self.cells(shapes, assignment), order)

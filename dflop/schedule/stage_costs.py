@@ -170,6 +170,11 @@ class StageCosts:
         """`memories` of one stage as functions of a microbatch's loads (`CostModel.stage_memory_forms`)."""
         return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
 
+    def host_bytes(self, module: str, loads: Loads) -> np.ndarray:
+        """What microbatches keep in host memory, [num_stages, *loads' shape]."""
+        a_layer = self.costs.activations[module, self.plan.grid(module).layout, "layer", False](loads)
+        return np.array(self._of_stages(module, [kind.num_offloaded * a_layer for kind in self._kinds[module]]))
+
     def resident_bytes(self, stage: StageReplicas) -> float:
         """Bytes of parameters, gradients and the rank's share of optimiser state."""
         return sum(self.resident_parts(stage))

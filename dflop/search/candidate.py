@@ -131,6 +131,12 @@ class PlanPricer:
         """Bytes of the fullest device with the sample that needs most, alone in its microbatch."""
         return float(alone_bytes(self._pricer, self._batches.largest).max())
 
+    def host_bytes(self) -> float:
+        """Bytes of host memory that the fullest device's offloaded layers take."""
+        if not any(any(grid.offloaded) for grid in self.plan.grids):
+            return 0.0
+        return max(self._pricer.host_bytes(*self._grouped(batch)) for batch in range(len(self._batches)))
+
     def step_s(self, batch: int) -> float:
         """The predicted step time of a batch, in seconds."""
         return self._pricer.step_s(*self._grouped(batch))

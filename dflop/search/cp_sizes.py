@@ -10,6 +10,7 @@ from dflop.models import ModelSpec
 from dflop.schedule import loads_of
 from dflop.search.best_first import SearchResult, search_with
 from dflop.search.grouped_batches import GroupedBatches
+from dflop.search.host_memory import search_offloading
 from dflop.search.space import allowed_cp_sizes
 from dflop.shapes import SampleShapes
 
@@ -43,6 +44,8 @@ def search_plans(
     others. Smaller sizes are searched for plans as fast as these: in layouts where fewer replicas then meet, and whole
     samples in all. Shares are priced as if they were samples, which may lie on any replicas.
 
+    With `cluster.host_memory_gib`, plans may offload layers (`host_memory`).
+
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
     """
@@ -73,6 +76,17 @@ def search_plans(
             above = cp
         if own is not None:
             found = own if found is None else found.merged(own)
+    if config.cluster.host_memory_gib and within is None and policy is LPT:
+        cp, num_before = found.best.plan.grid("llm").cp if found else sizes[0], num_plans
+        divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
+
+        def search(lighter: CostModel) -> SearchResult | None:
+            try:
+                return search_with(config, spec, lighter, divided, go_on, cp=cp, above=None, beside=found, **how)
+            except UserError:
+                return None
+
+        found = search_offloading(config, spec, costs, divided, found, search)
     if found is None:
         raise trouble or UserError(
             f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "

@@ -46,9 +46,10 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 "llm_cp": plan.grid("llm").cp,
                 **{f"{grid.module}_recomputed": list(grid.recomputed) or None for grid in plan.grids},
                 "llm_attention_kept": list(plan.grid("llm").attention_kept) or None,
+                **{f"{grid.module}_offloaded": list(grid.offloaded) or None for grid in plan.grids},
             }
         )
-    lists = [name for name in rows[0] if name.endswith(("_layers", "_recomputed", "_attention_kept"))]
+    lists = [name for name in rows[0] if name.endswith(("_layers", "_recomputed", "_attention_kept", "_offloaded"))]
     return pl.DataFrame(rows, schema_overrides=dict.fromkeys(lists, pl.List(pl.Int64)))
 
 
@@ -181,7 +182,9 @@ def _bound_by(candidate: Candidate, config: Config) -> str:
     if candidate.bottleneck != "memory":
         return candidate.bottleneck
     which = "some layers" if any(grid.recomputed for grid in candidate.plan.grids) else "all layers"
-    return f"memory (it recomputes {which}: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
+    ways = [f"recomputes {which}"] if candidate.plan.checkpointing else []
+    ways += ["offloads some layers"] if any(grid.offloaded for grid in candidate.plan.grids) else []
+    return f"memory (it {' and '.join(ways)}: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
 
 
 def _next_constraint(result: SearchResult, config: Config, costs: CostModel) -> str:

@@ -82,9 +82,14 @@ def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_atten
         both = at_levels(levels[grid.module], on_devices, spares_attention=is_spared)
         recomputed = of_stages(*both, layers)
         kept = recomputed.attention_kept if any(recomputed.attention_kept) else ()
-        grids.append(replace(grid, recomputed=recomputed.layers, attention_kept=kept))
+        others = zip(grid.offloaded, layers, recomputed.layers, strict=bool(grid.offloaded))
+        offloaded = tuple(min(count, own - again) for count, own, again in others)
+        how = {"recomputed": recomputed.layers, "attention_kept": kept}
+        grids.append(replace(grid, offloaded=offloaded if any(offloaded) else (), **how))
         is_everything &= recomputed.layers == layers and not kept
-    return replace(plan, grids=nothing.grids if is_everything else tuple(grids), checkpointing=True)
+    if is_everything:
+        grids = [replace(grid, recomputed=()) for grid in grids]
+    return replace(plan, grids=tuple(grids), checkpointing=True)
 
 
 def without_recomputed(plan: Plan) -> Plan:

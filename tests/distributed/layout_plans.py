@@ -50,7 +50,7 @@ PLANS = {
     "encoder pp 2, LLM pp 3": disjoint(PIPELINE, {"num_ranks": 3, "pp": 3}, num_microbatches=4),
     "encoder and LLM pp 2, offloaded": disjoint(
         ONE | {"recomputed": (1,), "offloaded": (1,)},
-        PIPELINE | {"recomputed": (0, 1), "offloaded": (2, 1)},
+        PIPELINE | {"recomputed": (0, 1), "offloaded": (1, 1)},
         num_microbatches=4,
         checkpointing=True,
     ),
@@ -85,7 +85,9 @@ PLANS = {
         checkpointing=True,
     ),
     "samples over 2, LLM pp 2": disjoint(ONE, {"num_ranks": 4, "pp": 2, "cp": 2}, num_microbatches=2),
-    "samples over 2, LLM tp 2": disjoint(ONE, {"num_ranks": 4, "tp": 2, "cp": 2}, num_microbatches=2),
+    "samples over 2, LLM tp 2": disjoint(
+        ONE, {"num_ranks": 4, "tp": 2, "cp": 2, "offloaded": (2,)}, num_microbatches=2
+    ),
     "samples over 2, colocated pp 2": shared(
         "colocated",
         {"num_ranks": 4, "pp": 2, "cp": 2} | BUT_FOR_ATTENTION,

@@ -129,7 +129,7 @@ def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
         and row.get(f"{module}_sharding", plan.grid(module).sharding) == plan.grid(module).sharding
         and row.get(f"{module}_shards", plan.grid(module).num_shards) == plan.grid(module).num_shards
         and tuple(row.get(f"{module}_recomputed") or ()) == plan.grid(module).recomputed
-        and not any(plan.grid(module).offloaded)  # which no search finds
+        and tuple(row.get(f"{module}_offloaded") or ()) == plan.grid(module).offloaded
         and tuple(row.get(f"{module}_attention_kept") or ()) == plan.grid(module).attention_kept
         for module in modules
     )
@@ -161,6 +161,8 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
             if kept := row.get("llm_attention_kept"):
                 counts.append(f"({sum(kept)} but attention)")
             parts.append(" ".join(["ckpt", *counts]))
+        if offloaded := [f"{module} {sum(layers)}" for module in modules if (layers := row.get(f"{module}_offloaded"))]:
+            parts.append(" ".join(["host", *offloaded]))
         if candidates["schedule"].n_unique() > 1:
             parts.append(row["schedule"] + (f" x{row['num_chunks']}" if row["num_chunks"] > 1 else ""))
         if row["llm_layers"]:

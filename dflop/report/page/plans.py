@@ -56,6 +56,8 @@ def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> list[tuple[st
         ("schedule", plan.schedule + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")),
         ("recomputed layers", _recomputed(plan)),
     ]
+    if offloaded := [f"{grid.module} {' + '.join(map(str, grid.offloaded))}" for grid in plan.grids if grid.offloaded]:
+        facts.append(("layers in host memory", ", ".join(offloaded)))
     if (cp := plan.grid("llm").cp) > 1:
         facts.append(("long samples", f"over up to {cp} replicas of the LLM"))
     if predicted:

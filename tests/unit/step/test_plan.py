@@ -135,7 +135,7 @@ def test_some_of_the_recomputed_layers_are_so_but_for_attention():
         plan_from_dict(values)
 
 
-def test_layers_behind_the_recomputed_ones_may_be_offloaded():
+def test_layers_ahead_of_the_recomputed_ones_may_be_offloaded():
     values = disjoint(llm_pp=2, checkpointing=True).to_dict()
     values["grids"]["llm"] |= {"recomputed": [1, 0], "offloaded": [2, 1]}
     plan = plan_from_dict(values)
@@ -143,7 +143,9 @@ def test_layers_behind_the_recomputed_ones_may_be_offloaded():
     assert plan.offloaded_of("vision", 5) == (0,)
     assert "(offloaded 2+1)" in str(plan)
     assert plan_from_dict(yaml.safe_load(yaml.safe_dump(plan.to_dict()))) == plan
-    with pytest.raises(UserError, match=r"llm.offloaded\[0\]` is 2; the stage has 2 layers and .* at most 1"):
+    with pytest.raises(
+        UserError, match=r"llm.offloaded\[0\]` is 2; the stage has 2 layers, recomputes 1 and .* at most 1"
+    ):
         plan.offloaded_of("llm", 4)
 
 

@@ -1,0 +1,72 @@
+"""Plans that would recompute layers keep some layers' saved tensors in host memory, as many as links carry for free."""
+
+from dataclasses import replace
+
+import pytest
+from spaces import make_config
+
+from dflop.balance import LPT
+from dflop.base import UserError
+from dflop.plan import plan_from_dict
+from dflop.report.charts.plans import is_plan, plan_labels
+from dflop.search import GroupedBatches, PlanPricer, candidates_frame
+
+FEW = {
+    "fixed": {"num_microbatches": 1},
+    "placements": ["colocated"],
+    "shardings": ["optimizer"],
+    "cp_sizes": (1,),
+    "device_model": "h100-80g",
+}
+
+
+@pytest.fixture(scope="module")
+def tight(search):
+    """A config in whose memory the fastest plan fits only if it recomputes."""
+    roomy = search(make_config(2, 8, memory_gib=1e3, **FEW)).candidates[0]
+    return make_config(2, 8, memory_gib=0.8 * max(roomy.memory_bytes.values()) / 2**30, **FEW)
+
+
+def with_host_memory(config, gib):
+    return replace(config, cluster=replace(config.cluster, host_memory_gib=gib))
+
+
+def test_layers_are_offloaded_rather_than_recomputed(tight, search, tiny_spec):
+    plain, found = search(tight), search(with_host_memory(tight, 64.0))
+    assert plain.best.plan.checkpointing
+    assert not any(any(grid.offloaded) for candidate in plain.candidates for grid in candidate.plan.grids)
+    plan = found.best.plan
+    assert any(any(grid.offloaded) for grid in plan.grids)
+    assert found.best.step_s < plain.best.step_s
+    assert max(found.best.memory_bytes.values()) <= tight.cluster.memory_gib * 2**30
+    assert plan_from_dict(plan.to_dict()) == plan
+    # A table of plans has it, and tells such plans from others.
+    frame = candidates_frame(found)
+    (place,) = (place for place, row in enumerate(frame.iter_rows(named=True)) if is_plan(row, plan, ["vision", "llm"]))
+    assert " · host " in plan_labels(frame, frame, ["vision", "llm"])[place]
+    for grid in plan.grids:
+        assert (frame[f"{grid.module}_offloaded"][place] is None) == (not grid.offloaded)
+
+
+def test_no_more_is_offloaded_than_the_node_holds(tight, search, costs, tiny_spec, samples):
+    batches = GroupedBatches(tight, tiny_spec, costs, samples)
+
+    def host_bytes(gib: float) -> float:
+        plan = search(with_host_memory(tight, gib)).best.plan
+        return PlanPricer(plan, tight, tiny_spec, costs, batches, LPT).host_bytes()
+
+    most = host_bytes(64.0)
+    of_a_node = most * tight.cluster.devices_per_node / 2**30
+    assert 0 < host_bytes(0.8 * of_a_node) <= 0.8 * most
+    assert host_bytes(1e-6) == 0
+
+
+def test_where_all_fits_nothing_is_offloaded(search):
+    roomy = make_config(2, 8, memory_gib=1e3, **FEW)
+    assert search(with_host_memory(roomy, 64.0)).best.plan == search(roomy).best.plan
+
+
+def test_a_device_without_a_data_sheet_has_no_known_link(tight, search):
+    unknown = with_host_memory(replace(tight, cluster=replace(tight.cluster, device_model="mine")), 64.0)
+    with pytest.raises(UserError, match=r"there is none of `cluster.device_model` 'mine': name one, or leave"):
+        search(unknown)
