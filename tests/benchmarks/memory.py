@@ -93,7 +93,13 @@ PLANS = {
     ),
     "7b-shared, offloaded": (
         "llava_ov_7b",
-        plan("colocated", vision(8, **SHARED, offloaded=(20,)), llm(8, **SHARED, offloaded=(14,)), 2),
+        plan(
+            "monolithic",
+            vision(8, **SHARED, offloaded=(3,), recomputed=(14,)),
+            llm(8, **SHARED, offloaded=(9,), recomputed=(0,)),
+            2,
+            checkpointing=True,
+        ),
     ),
     "7b-interleaved": (
         "llava_ov_7b",

@@ -1,4 +1,5 @@
-"""What layers keep from forward to backward, and the seconds they take, at each level of recomputation.
+"""What layers keep from forward to backward, and the seconds they take, at each level of recomputation, and where some
+keep it in host memory.
 
 Beside both stands what plans predict from the card's data sheet, where there is one.
 """
@@ -16,6 +17,7 @@ from dflop.costs.design import Point
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measure import Bench
 from dflop.costs.stage_kind import StageKind
+from dflop.models import ModelSpec, offloading
 from dflop.models.compilation import RECOMPUTES_POINTWISE
 from dflop.models.loads import FEATURES, Loads
 from dflop.plan.layout_key import LayoutKey
@@ -26,6 +28,8 @@ from tests.gpu.clock import data_sheet
 __all__ = ["of_layers"]
 
 _DEPTH, _REPEATS = 4, 7
+# Of so many layers of the LLM, so many are offloaded: as many as a plan would, at 50 GB/s.
+_DEEPER, _NUM_OFFLOADED = 8, 2
 _LAYERS = {
     "Qwen2-7B": ("llm", {"segments": (4096, 4096)}),
     "SigLIP": ("vision", {"num_items": 64}),
@@ -77,6 +81,31 @@ def of_layers(setting: Setting) -> Iterator[Figures]:
         seconds, kept_bytes = _as_torch_keeps(spec, module, point, setting)
         yield {f"bytes of a layer over torch's defaults, {name}": found["kept"][1] / kept_bytes}
         yield {f"seconds of a layer over torch's defaults, {name}": found["kept"][0] / seconds}
+        if module == "llm":
+            yield from _offloaded(spec, module, setting)
+            _forget(setting)
+
+
+def _offloaded(spec: ModelSpec, module: str, setting: Setting) -> Iterator[Figures]:
+    """Seconds of layers of which some keep their tensors in host memory, over those of layers that keep them on the
+    device; and the bytes that have left, over those of as many layers."""
+    loads = _TINY[module] if setting.is_tiny else _LAYERS["Qwen2-7B"][1]
+    point, bench = Point("layers", _DEEPER, False, **loads), bench_of(spec, module, _DEEPER, setting)
+    if setting.is_tiny:
+        offloading.LEAST_BYTES = 1 << 12
+    bench._carry(point)
+    run, found = bench._runs.make(point), []
+    for num_offloaded in (0, _NUM_OFFLOADED):
+        bench.stage.set_offloaded(num_offloaded)
+        kept_bytes, _ = bench._bytes(run)
+        found.append((statistics.median(sum(bench._timed(run)) for _ in range(_REPEATS)), kept_bytes))
+    (kept_s, kept_bytes), (offloaded_s, left_bytes) = found
+    what = f"{_NUM_OFFLOADED} of {_DEEPER} layers offloaded"
+    yield {f"seconds over those of kept layers, {what}": offloaded_s / kept_s}
+    yield {
+        f"bytes that left over those of layers, {what}": (kept_bytes - left_bytes)
+        / (kept_bytes * _NUM_OFFLOADED / _DEEPER)
+    }
 
 
 def _measured(bench: Bench, point: Point, num_recomputed: int, num_attention_kept: int) -> tuple[float, float]:
