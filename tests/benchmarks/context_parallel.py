@@ -9,8 +9,9 @@ All are means of the same two batches as they are scheduled. `work` is a lower b
 FOLDER, mixes and `--artifacts` are `regret.py`'s. All of it is predicted.
 
 On the clock: two processes, batches of eight of the demo's samples and long texts, of which about one in a batch is
-longer than all others together. Our plan with a degree of up to 2, without it, and DDP train in turns on the same
-batches, loaded before the clock starts.
+longer than all others together. Our plan with a degree of up to 2, without it, without it and with all layers
+recomputed, as a whole or the LLM's but for attention, and DDP train in turns on the same batches, loaded before the
+clock starts.
 """
 
 import argparse
@@ -46,6 +47,7 @@ BATCH_SIZES = {**regret.BATCH_SIZES, 512: 4096}
 NUM_BATCHES, NUM_DIVIDED, LEAST = 2, 3, 1e-9
 NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 6000
 SHARED, WHOLE = "ours, samples shared", "ours, whole samples"
+AGAIN, BUT_FOR_ATTENTION = (f"{WHOLE}, layers recomputed{how}" for how in ("", " but for attention"))
 
 
 def main() -> None:
@@ -182,7 +184,7 @@ def print_clock(folder: Path, num_steps: int) -> None:
     spec = load_model_spec(config.model)
     samples, _ = load_samples(results / "shapes.duckdb", spec.encoders)
     rows = [row_of(SHARED, [2], num_steps, config, spec, costs, samples)]
-    rows.append(row_of(WHOLE, [1], num_steps, config, spec, costs, samples))
+    rows += [row_of(name, [1], num_steps, config, spec, costs, samples) for name in (WHOLE, AGAIN, BUT_FOR_ATTENTION)]
     with contextlib.chdir(folder):  # which the paths of the data begin at
         clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
     print_steps(clocked, rows)
@@ -221,9 +223,21 @@ def row_of(
     """Our row with these sizes of groups that share samples."""
     counted = counted_steps(num_steps, on_the_fly=False)
     plan = chosen(with_sizes(config, list(sizes)), spec, costs, samples)
+    if name in (AGAIN, BUT_FOR_ATTENTION):
+        plan = recomputing(plan, spec, keeps_attention=name == BUT_FOR_ATTENTION)
     how = {"systems": (), "num_steps": counted.stop, "counted": counted}
     ours, _ = contenders(config, spec, costs, samples, plan, **how)
     return replace(ours, row=replace(ours.row, name=name))
+
+
+def recomputing(plan: Plan, spec: ModelSpec, *, keeps_attention: bool) -> Plan:
+    """The plan with all layers recomputed."""
+    grids = []
+    for grid in plan.grids:
+        counts = tuple(map(len, plan.layers_of(grid.module, spec.module(grid.module).num_layers)))
+        kept = counts if keeps_attention and grid.module == "llm" else ()
+        grids.append(replace(grid, recomputed=counts, attention_kept=kept))
+    return replace(plan, grids=tuple(grids), checkpointing=True)
 
 
 def write_records(path: Path) -> None:

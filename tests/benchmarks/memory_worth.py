@@ -112,7 +112,7 @@ def steps_of(
         try:
             found = search_plans(about, spec, replace(costs, **of_layers), samples).candidates[0]
             steps_s.append(found.step_s)
-            plan = str(found.plan)
+            plan = str(found.plan) if about is not endless else plan
         except UserError:
             steps_s.append(np.inf)
     for keeps_attention in (False, True):
