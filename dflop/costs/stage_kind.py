@@ -177,7 +177,8 @@ def stage_kinds(
     ):
         within = ways.within(range(start, start + count))
         start += count
-        again = min(num_recomputed, count - within.num_still)
+        away = min(num_offloaded, count - within.num_still)
+        again = min(num_recomputed, count - within.num_still - away)
         kinds.append(
             StageKind(
                 module=module,
@@ -187,7 +188,7 @@ def stage_kinds(
                 is_last=stage == len(layers) - 1,
                 num_recomputed=again,
                 num_attention_kept=min(num_kept, again),
-                num_offloaded=min(num_offloaded, count - within.num_still - again),
+                num_offloaded=away,
                 ways=within,
             )
         )

@@ -18,9 +18,8 @@ __all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "r
 # By part: the kinds of layers behind it in a stage.
 _BEHIND = {"attention_kept_layer": ("passing_layer", "layer")}
 _BEHIND["recomputed_layer"] = ("attention_kept_passing_layer", "attention_kept_layer", *_BEHIND["attention_kept_layer"])
+_RECOMPUTED = tuple(_BEHIND)
 _BEHIND["offloaded_layer"] = ("recomputed_passing_layer", "recomputed_layer", *_BEHIND["recomputed_layer"])
-_BEHIND["offloaded_passing_layer"] = _BEHIND["offloaded_layer"]
-_BESIDE_OFFLOADED = ("attention_kept_layer", "recomputed_layer", "offloaded_layer", "offloaded_passing_layer")
 
 
 class StageMemory(NamedTuple):
@@ -100,16 +99,17 @@ def _freed(kind: StageKind) -> dict[tuple[str, str], int]:
         for other in _BEHIND.get(part, ()):
             if other in counts:
                 freed[part, other] = counts[other]
-        if kind.num_offloaded and part in _BESIDE_OFFLOADED:
-            # The offloaded layers whose tensors have come back are on the device then.
-            is_later = not part.startswith("offloaded_")
-            since = kind.num_offloaded if is_later else 0
-            still_here = most_still_here(kind.num_offloaded, kind.num_layers - kind.ways.num_still, since)
-            whole = "layer" if "offloaded_layer" in counts else "passing_layer"
-            freed[part, whole] = freed.get((part, whole), 0) - still_here
         if kind.is_last and part != "last":
             # When backward reaches the layers, the activations of the head, or of an encoder's last part, are free.
             freed[part, "last"] = 1
+    if kind.num_offloaded:
+        # Beside these layers, the tensors of offloaded ones are on the device that come back by then.
+        a_layer = "layer" if "offloaded_layer" in counts else "passing_layer"
+        for part, _ in kind.parts:
+            if part in ("offloaded_layer", *_RECOMPUTED):
+                since = kind.num_offloaded if part in _RECOMPUTED else 0
+                still_here = most_still_here(kind.num_offloaded, kind.num_layers - kind.ways.num_still, since)
+                freed[part, a_layer] = freed.get((part, a_layer), 0) - still_here
     return freed
 
 

@@ -165,8 +165,9 @@ class _Around:
 
     def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pass = _Pass(self._copies)
-        # By storage. What is here lives until the layer ends, so no other storage takes its place.
-        self._known: dict[int, _Kept] = {}
+        # By storage and how often it was written. What is here lives until the layer ends, so no other storage takes
+        # its place.
+        self._known: dict[tuple[int, int], _Kept] = {}
         given = [own for own in (*args[1:], *kwargs.values()) if isinstance(own, (torch.Tensor, tuple))]
         flat = [own for one in given for own in (one if isinstance(one, tuple) else (one,))]
         self._shared = {_storage_of(own) for own in flat if isinstance(own, torch.Tensor)}
@@ -184,10 +185,11 @@ class _Around:
         own = tensor.detach()
         if isinstance(own, DTensor) or own.untyped_storage().nbytes() < LEAST_BYTES:
             return own
-        key = _storage_of(own)
+        storage = _storage_of(own)
+        key = storage, own._version
         if key not in self._known:
             weights = {_storage_of(weight) for weight in self._layer.parameters() if not isinstance(weight, DTensor)}
-            if key in weights | self._shared:
+            if storage in weights | self._shared:
                 return own
             whole = own.as_strided((own.untyped_storage().nbytes() // own.element_size(),), (1,), 0)
             self._known[key] = _Kept(whole, self._copies.send(whole))

@@ -132,7 +132,7 @@ class Stage(nn.Module, ABC):
         for handle in self._offloading:
             handle.remove()
         layers = [self.hf.get_submodule(name) for name in self.layer_names[num_still:]]
-        self._offloading = offload_layers(layers, num_layers)
+        self._offloading = offload_layers(layers, min(num_layers, len(layers)))
 
     def set_recomputed(self, num_layers: int, num_before: int = 0, num_attention_kept: int = 0) -> None:
         """Have `num_layers` layers behind the first `num_before`, and no others, keep only their inputs and recompute

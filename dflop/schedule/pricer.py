@@ -34,6 +34,7 @@ from dflop.step import (
     Timeline,
     compile_plan,
     nodes_of,
+    peak_bytes,
     simulate,
     simulate_step_s,
 )
@@ -251,13 +252,11 @@ class Pricer:
     def host_bytes(
         self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
     ) -> float:
-        """The most bytes of host memory that a device's offloaded layers may take."""
-        in_flight = 1 if self.placement.shares_ranks and self.plan.grid("llm").pp == 1 else self.plan.num_microbatches
-        total = 0.0
-        for module, cell in (cells or self.cells(shapes, assignment)).items():
-            held = np.sort(self.stage_costs.host_bytes(module, cell.loads), axis=-1)[..., -in_flight:]
-            total += float(held.sum(axis=-1).max())
-        return total
+        """The most bytes of host memory that a device's offloaded layers take at a time."""
+        cells = cells or self.cells(shapes, assignment)
+        kept = np.concatenate([self.stage_costs.host_bytes(module, cell.loads) for module, cell in cells.items()])
+        nothing = np.zeros_like(kept)
+        return float(peak_bytes(self.order(assignment.slots), kept, nothing, nothing).max())
 
     def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, [num_workers]."""

@@ -171,9 +171,9 @@ class StageCosts:
         return self.costs.stage_memory_forms(self.kind(stage), self._working_bytes[stage.module])
 
     def host_bytes(self, module: str, loads: Loads) -> np.ndarray:
-        """What microbatches keep in host memory, [num_stages, *loads' shape]."""
+        """What microbatches keep in host memory on each of the module's nodes, [num_nodes, num_microbatches]."""
         a_layer = self.costs.activations[module, self.plan.grid(module).layout, "layer", False](loads)
-        return np.array(self._of_stages(module, [kind.num_offloaded * a_layer for kind in self._kinds[module]]))
+        return np.concatenate(self._of_stages(module, [kind.num_offloaded * a_layer for kind in self._kinds[module]]))
 
     def resident_bytes(self, stage: StageReplicas) -> float:
         """Bytes of parameters, gradients and the rank's share of optimiser state."""

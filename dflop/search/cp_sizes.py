@@ -76,8 +76,9 @@ def search_plans(
             above = cp
         if own is not None:
             found = own if found is None else found.merged(own)
-    if config.cluster.host_memory_gib and within is None and policy is LPT:
-        cp, num_before = found.best.plan.grid("llm").cp if found else sizes[0], num_plans
+    is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
+    if found and config.cluster.host_memory_gib and not is_pinned and within is None and policy is LPT:
+        cp, num_before = found.best.plan.grid("llm").cp, num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
 
         def search(lighter: CostModel) -> SearchResult | None:

@@ -93,10 +93,11 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     """The text that `dflop plan --explain` prints."""
     best = result.best
     cluster = config.cluster
+    offloads = any(grid.offloaded for candidate in result.candidates for grid in candidate.plan.grids)
     lines = [
         f"{result.num_plans:,} plans for {cluster.num_devices} devices ({cluster.device_model}, {costs.source} costs), "
         f"{len(result.candidates)} priced on {best.num_batches} global batches of {config.train.global_batch_size}; "
-        "the bounds of all others are higher",
+        f"{'offloaded layers were tried in the fastest alone' if offloads else 'the bounds of all others are higher'}",
         "",
         "    step      vs    idle   memory      bound by       plan",
     ]
@@ -204,6 +205,8 @@ def _next_constraint(result: SearchResult, config: Config, costs: CostModel) -> 
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
         "memory": "memory: with fewer layers recomputed this plan would not fit, nor anything as fast",
     }
+    if any(grid.offloaded for grid in best.plan.grids):
+        ways["memory"] = "memory: with fewer layers offloaded or recomputed this plan would not fit"
     return f"bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
 
 

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from dflop.search import search_plans
 from dflop.shapes import SampleShapes
 
 MODELS = regret.MODELS | {"internvl_38b": "internvl", "internvl_78b": "internvl"}
-TP_SIZES = (1, 2, 4, 8)
+SMALL, TP_SIZES = (1, 2), (1, 2, 4, 8)
 ENDLESS_GIB, HOST_GIB = 1e6, 1500.0
 COLUMNS = ("torch's", "whole", "but for attention", "offloaded", "FSDP", "FSDP, but for attention")
 
@@ -59,7 +60,8 @@ def main() -> None:
             folder = planner.folder_with_costs(preset, arguments.artifacts or Path(name))
             planner.write_mix(arguments.shapes, folder, preset)
             spec = planner.read_inputs(folder, preset, 8, 64)[1]
-            torchs, ours = (costs_of(spec, is_torchs=is_torchs) for is_torchs in (True, False))
+            tp_sizes = SMALL if preset in regret.MODELS else TP_SIZES
+            torchs, ours = (costs_of(spec, tp_sizes, is_torchs=is_torchs) for is_torchs in (True, False))
             for mix, num_devices in itertools.product(arguments.mixes, arguments.devices):
                 planner.SHARES = regret.MIXES[mix]
                 planner.write_mix(arguments.shapes, folder, preset)
@@ -71,10 +73,10 @@ def main() -> None:
                     print(f"| {about} | {' | '.join(cells)} | {plan}", flush=True)
 
 
-def costs_of(spec: ModelSpec, *, is_torchs: bool) -> dict[str, object]:
+def costs_of(spec: ModelSpec, tp_sizes: Sequence[int], *, is_torchs: bool) -> dict[str, object]:
     """Times and memory of compiled layers, as they train or, with `is_torchs`, as torch.compile has them by default."""
     points = []
-    for module, tp in itertools.product(spec.modules, TP_SIZES):
+    for module, tp in itertools.product(spec.modules, tp_sizes):
         if module.num_heads % tp:
             continue
         with counting(tp) as ranks:

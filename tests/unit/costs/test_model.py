@@ -157,6 +157,13 @@ def test_stages_of_a_module_differ_by_their_layers_and_their_ends_alone():
     assert stage_kinds("llm", LayoutKey(), (4,)) == [whole("llm", LayoutKey(), 4)]
 
 
+def test_of_layers_with_a_backward_the_first_are_offloaded_and_the_next_recomputed():
+    last_three = TrainedSet((), named=("llm.layers.[1-3]",), modules=(("llm", 4),))
+    (kind,) = stage_kinds("llm", LayoutKey(), (4,), (4,), last_three, offloaded=(1,))
+    assert (kind.num_offloaded, kind.num_recomputed) == (1, 2)
+    assert kind.layers_with_backward == ["offloaded_layer", "recomputed_layer", "recomputed_layer"]
+
+
 def test_replicas_hold_parameters_and_gradients_whole_and_two_moments_together():
     assert sum(resident_parts(100.0, 0.0, 1, value_bytes=4)) == 400
     assert sum(resident_parts(100.0, 0.0, 4, value_bytes=4)) == 250

@@ -7,7 +7,7 @@ from spaces import make_config
 
 from dflop.balance import LPT
 from dflop.base import UserError
-from dflop.plan import plan_from_dict
+from dflop.plan import Grid, Plan, plan_from_dict
 from dflop.report.charts.plans import is_plan, plan_labels
 from dflop.search import GroupedBatches, PlanPricer, candidates_frame
 
@@ -61,6 +61,24 @@ def test_no_more_is_offloaded_than_the_node_holds(tight, search, costs, tiny_spe
     assert host_bytes(1e-6) == 0
 
 
+def test_a_pinned_plan_offloads_nothing(tight, search):
+    pinned = replace(tight, plan=replace(tight.plan, fixed=replace(tight.plan.fixed, checkpointing=True)))
+    assert search(with_host_memory(pinned, 64.0)).best.plan == search(pinned).best.plan
+
+
+def test_all_microbatches_in_flight_count(tight, costs, tiny_spec, samples):
+    """Colocated encoders compute all microbatches before the LLM does; it has one at a time."""
+    batches = GroupedBatches(tight, tiny_spec, costs, samples)
+
+    def host_bytes(num_microbatches: int, **offloaded: tuple[int, ...]) -> float:
+        grids = (Grid(module=name, num_ranks=2, offloaded=offloaded.get(name, ())) for name in ("vision", "llm"))
+        plan = Plan(placement="colocated", grids=tuple(grids), num_microbatches=num_microbatches)
+        return PlanPricer(plan, tight, tiny_spec, costs, batches, LPT).host_bytes()
+
+    assert host_bytes(4, vision=(1,)) >= 0.99 * host_bytes(1, vision=(1,))
+    assert 0 < host_bytes(4, llm=(1,)) < 0.6 * host_bytes(1, llm=(1,))
+
+
 def test_where_all_fits_nothing_is_offloaded(search):
     roomy = make_config(2, 8, memory_gib=1e3, **FEW)
     assert search(with_host_memory(roomy, 64.0)).best.plan == search(roomy).best.plan
@@ -68,5 +86,5 @@ def test_where_all_fits_nothing_is_offloaded(search):
 
 def test_a_device_without_a_data_sheet_has_no_known_link(tight, search):
     unknown = with_host_memory(replace(tight, cluster=replace(tight.cluster, device_model="mine")), 64.0)
-    with pytest.raises(UserError, match=r"there is none of `cluster.device_model` 'mine': name one, or leave"):
+    with pytest.raises(UserError, match=r"there is none of `cluster.device_model` 'mine': name another, give a sheet"):
         search(unknown)
