@@ -4,15 +4,14 @@ Every operation is one kernel, as in eager PyTorch: it reads its inputs and writ
 of operations that a compiler fuses can be counted as one kernel (`Meter.one_kernel`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from dflop.costs.live_bytes import LiveBytes
+from dflop.costs.live_bytes import LiveBytes, storage_key, tensors_in
 
 __all__ = ["Meter", "Work"]
 
@@ -75,8 +74,11 @@ class Meter(LiveBytes):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self._is_inside:
             return function(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        self._count(function, args, kwargs or {}, result)
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in((result,))
+        self._note_made(inputs, outputs)
+        self._count(function, args, kwargs, result, inputs, outputs)
         self._peak_of_each.append(self.peak)
         self.peak = self.now
         return result
@@ -88,20 +90,26 @@ class Meter(LiveBytes):
             result = function(*args)
         finally:
             self._is_inside = False
-        given = _keys(args)
-        if made := [tensor for tensor in _tensors(result) if _key(tensor) not in given]:
-            for storage in (tensor.untyped_storage() for tensor in made):
-                if storage._cdata not in self._known:
-                    self._note(storage)
-            self._count_moved(args, made)
+        inputs = tensors_in(args)
+        given = set(map(storage_key, inputs))
+        if made := [tensor for tensor in tensors_in((result,)) if storage_key(tensor) not in given]:
+            self._note_made(inputs, made)
+            self._count_moved(inputs, made)
         return result
 
-    def _count(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def _count(
+        self,
+        function: Any,
+        args: tuple,
+        kwargs: dict,
+        result: Any,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
         name, work = function.overloadpacket.__name__, self.work
-        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(result))
-        is_changed = function._schema.is_mutable
+        is_view = not function._schema.is_mutable and set(map(storage_key, outputs)) <= set(map(storage_key, inputs))
         if name in _REDUCES:
-            work.reduced_bytes += sum(map(_nbytes, _tensors(args[0])))
+            work.reduced_bytes += sum(map(_nbytes, tensors_in(args[:1])))
             work.num_reduces += 1
             work.num_kernels += 1
         elif "attention" in name or "attn" in name:
@@ -111,10 +119,10 @@ class Meter(LiveBytes):
         elif function.overloadpacket in flop_registry:
             work.product_flops += flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
             matrix = args[2] if name == "addmm" else args[1]
-            work.matrices[_key(matrix)] = matrix.numel() if name != "bmm" else 0
+            work.matrices[storage_key(matrix)] = matrix.numel() if name != "bmm" else 0
             self._products.append(len(self._peak_of_each))
             self._count_moved(inputs, outputs, product=True)
-        elif name in _FREE or not outputs or (not is_changed and {_key(tensor) for tensor in outputs} <= _keys(inputs)):
+        elif name in _FREE or not outputs or is_view:
             return
         elif name in _GATHERS:
             moved = 2 * sum(map(_nbytes, outputs)) + sum(map(_nbytes, inputs[1:]))
@@ -124,10 +132,14 @@ class Meter(LiveBytes):
         else:
             self._count_moved(inputs, outputs)
 
-    def _count_moved(self, inputs: Iterable[Any], outputs: Iterable[torch.Tensor], *, product: bool = False) -> None:
+    def _count_moved(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, product: bool = False
+    ) -> None:
         moved = 0
-        for tensors in (_tensors(inputs), outputs):  # two views of the same values count once
-            moved += sum({(_key(tensor), tensor.storage_offset()): _nbytes(tensor) for tensor in tensors}.values())
+        for tensors in (inputs, outputs):  # two views of the same values count once
+            moved += sum(
+                {(storage_key(tensor), tensor.storage_offset()): _nbytes(tensor) for tensor in tensors}.values()
+            )
         if product:
             self.work.product_bytes += moved
             self.work.num_kernels += 1
@@ -145,18 +157,6 @@ def _attention_flops(name: str, named: dict[str, Any]) -> float:
     num_keys = len(key) if key.dim() == 3 else key.shape[2]
     is_causal = named.get("is_causal") or (named.get("window_size") or (-1, -1))[1] == 0
     return 4.0 * query.numel() * num_keys * (0.5 if is_causal else 1.0) * (2 if "backward" in name else 1)
-
-
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return (tensor for tensor in tree_iter(values) if isinstance(tensor, torch.Tensor))
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _keys(values: Any) -> set[int]:
-    return {_key(tensor) for tensor in _tensors(values)}
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

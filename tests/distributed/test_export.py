@@ -137,7 +137,12 @@ def inputs_of(
 
 
 @pytest.mark.parametrize(
-    ("family", "of"), [("internvl", "internvl_run"), ("qwen2_5_vl", "qwen_run"), ("qwen3_vl", "qwen3_run")]
+    ("family", "of"),
+    [
+        ("internvl", "internvl_run"),
+        pytest.param("qwen2_5_vl", "qwen_run", marks=pytest.mark.exhaustive),  # whose model takes what Qwen3-VL's does
+        ("qwen3_vl", "qwen3_run"),
+    ],
 )
 def test_a_familys_example_trains_and_what_it_leaves_generates_text_of_a_picture(family, of, request, tmp_path):
     folder, config = request.getfixturevalue(of)

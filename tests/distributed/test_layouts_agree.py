@@ -23,7 +23,13 @@ def losses_in_fp32(run, tmp_path_factory):
     return [step["loss"] for step in steps]
 
 
-@pytest.mark.parametrize("layout", [{"llm_pp": 2, "num_microbatches": 4}, {"llm_dp": 2}], ids=["pp 2", "dp 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"llm_pp": 2, "num_microbatches": 4}, id="pp 2"),
+        pytest.param({"llm_dp": 2}, id="dp 2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ten_steps_in_single_precision_agree_between_layouts(layout, run, losses_in_fp32, tmp_path):
     folder, config = run
     plan = plan_file(folder, placement="colocated", **layout)

@@ -8,7 +8,10 @@ import sys
 import polars as pl
 import pytest
 import torch
+from processes import run_command
 
+from dflop.base import UserError
+from dflop.cli import cli
 from dflop.store import LINKS_SCHEMA
 
 pytestmark = pytest.mark.serial
@@ -16,17 +19,16 @@ pytestmark = pytest.mark.serial
 SIZES = [1024 * 4**power for power in range(6)]
 
 
-def profile_links(out, *arguments: str, **cluster) -> subprocess.CompletedProcess:
+def arguments_of(out, *arguments: str, **cluster) -> list[str]:
     config = json.dumps({"cluster": cluster, "costs": {"repeats": 2}})
-    command = [sys.executable, "-m", "dflop.cli", "profile-links", "--config", config, "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return ["profile-links", "--config", config, "--out", str(out), *arguments]
 
 
 def test_two_ranks_measure_their_link_over_sizes(tmp_path):
-    out = tmp_path / "costs/links.parquet"
-    done = profile_links(out, "--max-bytes", str(2**20), devices_per_node=2)
-    assert done.returncode == 0, done.stderr
-    assert "36 measurements" in done.stdout
+    out, log = tmp_path / "costs/links.parquet", tmp_path / "log"
+    code = run_command(arguments_of(out, "--max-bytes", str(2**20), devices_per_node=2), log)
+    assert code == 0, log.read_text()
+    assert "36 measurements" in log.read_text()
     frame = pl.read_parquet(out)
     assert frame.schema == LINKS_SCHEMA
     assert sorted(frame.drop("seconds").rows()) == sorted(
@@ -39,12 +41,16 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_too_few_gpus_are_said_once(tmp_path):
+def test_too_few_gpus_are_said_once_and_nothing_is_written(tmp_path):
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has them")
-    done = profile_links(tmp_path / "links.parquet", device="cuda", devices_per_node=2)
+    arguments = arguments_of(tmp_path / "links.parquet", device="cuda", devices_per_node=2)
+    done = subprocess.run([sys.executable, "-m", "dflop.cli", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("2 rank(s) of this node want a GPU each") == 1
+    assert f"torch finds {torch.cuda.device_count()} GPU(s) here" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("dflop: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 # `measure REQUEST NODES RANKS`: what a command of dflop does on a node.
@@ -101,20 +107,7 @@ def test_one_device_alone_leaves_an_empty_file_with_the_right_columns(tmp_path):
     assert frame.schema == LINKS_SCHEMA
 
 
-@pytest.mark.parametrize(
-    ("cluster", "said"),
-    [
-        pytest.param(
-            *({"device": "cuda"}, "torch finds 0 GPU(s) here"),
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-        ({"device": "cuda", "num_nodes": 2}, "run this inside `srun`"),
-    ],
-    ids=["no GPU", "several nodes of GPUs without srun"],
-)
-def test_what_is_missing_is_said_and_nothing_is_written(tmp_path, cluster, said):
-    done = profile_links(tmp_path / "links.parquet", **cluster)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("dflop: ")
+def test_several_nodes_of_gpus_want_srun(tmp_path):
+    with pytest.raises(UserError, match="run this inside `srun`"):
+        cli.main(arguments_of(tmp_path / "links.parquet", device="cuda", num_nodes=2), standalone_mode=False)
     assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,7 @@ WHAT_IF = {
     "run": "mine",
     "data": {"sources": [{"path": "data/train.json"}]},
     "cluster": {"num_nodes": 2, "devices_per_node": 2, "device_model": "h100-80g"},
-    "costs": {"source": "analytic"},
+    "costs": {"source": "analytic", "implementation": "eager"},  # which need no tracing
     "plan": {"search_batches": 1, "today": {"llm": {"tp": 1, "pp": 1, "dp": 4}}},
     "train": {"precision": "bf16", "global_batch_size": 8},
     "slurm": CONFIG["slurm"],

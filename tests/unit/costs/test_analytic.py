@@ -32,7 +32,6 @@ from dflop.store import write_costs
 LAYERS = (pl.col("piece") == "layers") & ~pl.col("checkpointing")
 
 
-@cache
 def points_of(
     preset: str,
     module: str,
@@ -41,6 +40,11 @@ def points_of(
     device: str = "h100-80g",
     family: str = "llava_onevision",
 ) -> AnalyticPoints:
+    return _points_of(preset, module, tp, implementation, device, family)
+
+
+@cache  # of all arguments, whichever a caller leaves at their defaults
+def _points_of(preset: str, module: str, tp: int, implementation: str, device: str, family: str) -> AnalyticPoints:
     spec = load_model_spec(ModelConfig(family=family, preset=preset))
     with pytest.MonkeyPatch.context() as patch:
         # Of a head, every load is run: here those of 64, 1,024, 8,192, 16,384 and 131,072 tokens.

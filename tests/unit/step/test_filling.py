@@ -47,7 +47,7 @@ def times_of(plan: Plan, encoder_s: float) -> StageTimes:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(plan=plans(placements=["bubble_filled"]), frozen=frozen_sets, seed=st.integers(0, 1000), data=st.data())
 def test_slots_of_any_times_make_programs_that_pass_the_check(plan, frozen, seed, data):
     times = draw_times(plan, np.random.default_rng(seed), 0.5)

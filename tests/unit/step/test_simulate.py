@@ -268,7 +268,7 @@ def cases(draw):
     return plan, frozen, slots, times
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(cases())
 def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(case):
     plan, frozen, slots, times = case
@@ -281,7 +281,7 @@ def test_starts_ends_and_the_step_are_those_of_a_walk_along_every_instruction(ca
     assert simulate_step_s(compiled, times) == timeline.step_s
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(cases())
 def test_carried_messages_go_one_after_the_other_as_in_the_instruction_lists(case):
     plan, frozen, slots, times = case
@@ -413,7 +413,7 @@ def test_a_step_without_any_work_takes_no_time_and_is_not_idle():
     assert (timeline.step_s, timeline.idle) == (0.0, 0.0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(order=orders(), seed=st.integers(0, 1000))
 def test_the_peak_is_the_fullest_moment_of_every_workers_list(order, seed):
     plan, frozen, slots = order
