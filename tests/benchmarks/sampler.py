@@ -10,8 +10,8 @@ batch costs its lengths' sum, or, padded, its longest times their number. Every 
 ranks do in `--steps`; a draw is another shuffle of the lengths.
 
 No sampler is below the bound: nothing is padded, and no rank waits. None that leaves every step its samples is below
-the bound of these steps: it knows the least padding of a step's samples in as many batches and the dearest sample, and
-with one padded batch a rank it is the least that any dealing takes.
+the bound of these steps. Padded, it is the least that any dealing takes, where a rank has one batch or there are two
+ranks; else it knows the least padding in as many batches, and the dearest sample.
 A table is printed and `results/benchmarks/sampler.json` written.
 """
 
@@ -21,8 +21,8 @@ import platform
 import sys
 import time
 from bisect import bisect_left
-from functools import partial
-from itertools import islice, product
+from functools import cache, partial
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import get_args
 
@@ -108,22 +108,24 @@ def ratios(layout: tuple, theirs: dict[str, list], padded: bool, sync: str) -> d
     steps = (
         own.reshape(num_replicas, -1, accumulation * batch_size).swapaxes(0, 1).reshape(-1, own[:, :accumulation].size)
     )
-    least = sum(least_cost(lengths[step], num_replicas, accumulation, padded) for step in steps)
+    least = sum(least_cost(lengths[step], num_replicas, accumulation, padded, sync) for step in steps)
     costs |= {"bound of these steps": least / lengths[steps].sum(), "bound": 1 / num_replicas}
     return {name: value / costs["torch"] for name, value in costs.items()}
 
 
-def least_cost(lengths: np.ndarray, num_replicas: int, accumulation: int, padded: bool) -> float:
+def least_cost(lengths: np.ndarray, num_replicas: int, accumulation: int, padded: bool, sync: str) -> float:
     """No dealing of these samples takes less, in tokens of a rank's time."""
     ordered = -np.sort(-lengths)
     if not padded:
         return max(ordered[0], ordered.sum() / num_replicas)
-    if accumulation > 1:
-        return max(ordered[0], least_padded(ordered, num_replicas * accumulation) / num_replicas)
-    # Each batch takes as many of the longest that are left as a limit allows: the smallest limit that takes all.
-    return 1 + bisect_left(
-        range(1, len(ordered) * ordered[0]), True, key=lambda most: fits(ordered, num_replicas, most)
-    )
+    if accumulation == 1:
+        # Each batch takes as many of the longest that are left as a limit allows: the least limit that takes all.
+        return 1 + bisect_left(
+            range(1, len(ordered) * ordered[0]), True, key=lambda most: fits(ordered, num_replicas, most)
+        )
+    if num_replicas == 2:
+        return least_of_two(ordered, accumulation, sync)
+    return max(ordered[0], least_padded(ordered, num_replicas * accumulation) / num_replicas)
 
 
 def fits(ordered: np.ndarray, num_batches: int, most: int) -> bool:
@@ -132,6 +134,24 @@ def fits(ordered: np.ndarray, num_batches: int, most: int) -> bool:
         if taken < len(ordered):
             taken += int(most // ordered[taken])
     return taken >= len(ordered)
+
+
+def least_of_two(ordered: np.ndarray, accumulation: int, sync: str) -> float:
+    """Of two ranks: all cuts into batches, runs of `ordered`, and all ways to deal these."""
+    ends = all_ends(len(ordered), 2 * accumulation)
+    begins = np.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    loads = ordered[begins] * (ends - begins)
+    if sync == "microbatch":
+        return np.sort(loads)[:, 1::2].sum(axis=1).min()
+    firsts = (loads[:, chosen].sum(axis=1) for chosen in combinations(range(2 * accumulation), accumulation))
+    return min(np.maximum(first, loads.sum(axis=1) - first).min() for first in firsts)
+
+
+@cache
+def all_ends(num_samples: int, num_batches: int) -> np.ndarray:
+    """`[cut, batch]`."""
+    inner = np.array(list(combinations(range(1, num_samples), num_batches - 1)))
+    return np.pad(inner, ((0, 0), (0, 1)), constant_values=num_samples)
 
 
 def least_padded(ordered: np.ndarray, num_batches: int) -> float:
