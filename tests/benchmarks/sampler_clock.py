@@ -1,6 +1,6 @@
 """Seconds of steps on two processes, by DDP and FSDP2, with the samplers of `sampler.py` in turns.
 
-    python tests/benchmarks/sampler_clock.py --shapes FOLDER [--draws 5]
+    python tests/benchmarks/sampler_clock.py --shapes FOLDER [--draws 3]
 
 A tiny Llama trains on texts of real lengths over sixteen. Batches are padded to their longest, or a batch's samples are
 computed one by one, so that their costs add up. DDP syncs once a step, FSDP2 in each microbatch, and our samplers are
@@ -42,7 +42,7 @@ OUT = Path("results/benchmarks/sampler_clock.json")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, required=True, help="a folder of tables of real shapes")
-    parser.add_argument("--draws", type=int, default=5, help="how often 400 other samples are drawn")
+    parser.add_argument("--draws", type=int, default=3, help="how often 400 other samples are drawn")
     arguments = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     lengths = np.clip(read_lengths(arguments.shapes) // SHRINK, 4, LONGEST)
