@@ -24,6 +24,8 @@ Records = Sequence[Mapping[str, Any]]
 _MOST_BYTES = 4 << 30
 # So many lines of a log of JSON lines may be no JSON at its top, e.g. a banner.
 _MOST_HEADERS = 5
+# Cells of tables without a value.
+_NO_VALUE = ["", "-", "n/a", "N/A", "NA", "nan", "NaN", "null", "None"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,7 @@ def open_log(path: Path) -> LogFile:
     else:
         whole, json_text = None, _below_headers(text)
         found = _table(path, text) if json_text is None else _lines(path, json_text)
-    if not found or not all(isinstance(record, Mapping) for record in found):
+    if not any(found) or not all(isinstance(record, Mapping) for record in found):
         raise UserError(f"{path}: holds no records")
     process = whole.get("distributedInfo") if isinstance(whole, dict) else None
     rank = process.get("rank") if isinstance(process, dict) else None
@@ -95,7 +97,11 @@ def _table(path: Path, text: str) -> Records:
     with_commas = separator == ";" and re.search(r"\d,\d", text) is not None
     try:
         return pl.read_csv(
-            io.StringIO(text), infer_schema_length=None, separator=separator, decimal_comma=with_commas
+            io.StringIO(text),
+            infer_schema_length=None,
+            separator=separator,
+            decimal_comma=with_commas,
+            null_values=_NO_VALUE,
         ).to_dicts()
     except (pl.exceptions.PolarsError, ValueError) as error:
         raise UserError(f"{path}: is no table ({str(error).splitlines()[0] if str(error) else 'damaged'})") from None

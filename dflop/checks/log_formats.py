@@ -148,6 +148,10 @@ def _of_table(file: LogFile) -> pl.DataFrame | None:
         return None
     data_name = next((name for name in _DATA if name in first), None)
     rows = [row for row in file.records if is_number(row.get(seconds_name))]
+    if not rows and (texts := [value for row in file.records if isinstance(value := row.get(seconds_name), str)]):
+        # One cell of words makes texts of a table's whole column.
+        words = next((text for text in texts if not text.replace(".", "").isdecimal()), texts[0])
+        raise ValueError(f"{seconds_name}={words!r} is no number")
     columns = {
         "step": _steps(rows),
         "rank": [str(row.get("rank") or 0) for row in rows],

@@ -104,7 +104,7 @@ def check_packing(
 
 
 def _as_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    if "input_ids" not in batch or getattr(batch["input_ids"], "ndim", 0) != 2:
+    if not isinstance(batch, Mapping) or getattr(batch.get("input_ids"), "ndim", 0) != 2:
         raise UserError("the collator must make a mapping with `input_ids` of shape [1, tokens]")
     if "labels" not in batch:
         raise UserError("the collator must make `labels`, from which the loss is computed")

@@ -28,7 +28,7 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
             f"steps as these {about.form} have it are priced without it, with whole samples"
         )
     emitted.beyond += [
-        *_made_otherwise(plan, emitted.plan, spec),
+        *_made_otherwise(plan, emitted.plan, spec, about.form),
         "who computes which samples: this plan's step is that of regrouped batches; `dflop.BalancedBatchSampler` "
         "regroups them in a loop of your own",
         "lengths and precision: predicted steps are those of microbatches of packed samples, in `train.precision`; "
@@ -36,27 +36,27 @@ def emit(framework: str, plan: Plan, spec: ModelSpec, global_batch_size: int) ->
     ]
     if global_batch_size % plan.num_buckets:
         emitted.beyond.append(
-            f"{global_batch_size} samples do not divide by {plan.num_buckets} microbatches: the flags give each "
-            f"{micro_batch}, {micro_batch * plan.num_buckets} in all"
+            f"{global_batch_size} samples do not divide by {plan.num_buckets} microbatches: these {about.form} give "
+            f"each {micro_batch}, {micro_batch * plan.num_buckets} in all"
         )
     return emitted
 
 
-def _made_otherwise(plan: Plan, made: Plan, spec: ModelSpec) -> list[str]:
+def _made_otherwise(plan: Plan, made: Plan, spec: ModelSpec, form: str) -> list[str]:
     """Sentences on what replicas share and which layers are recomputed, where the framework's plan differs."""
     sentences = []
     for what, of_grid in (("what replicas share", _shared), ("recomputed layers", _recomputed)):
         planned, flagged = ([f"{grid.module} {of_grid(own, grid, spec)}" for grid in own.grids] for own in (plan, made))
         if differ := [(ours, theirs) for ours, theirs in zip(planned, flagged, strict=True) if ours != theirs]:
             ours, theirs = map(", ".join, zip(*differ, strict=True))
-            sentences.append(f"{what}: {ours}; as the flags have it: {theirs}")
+            sentences.append(f"{what}: {ours}; as these {form} have it: {theirs}")
     if any(kept := plan.attention_kept_of("llm")):
         sentences.append(
-            f"recomputed but for attention: {joined(kept)} layers of the LLM; the flags recompute layers as a whole. "
-            "Nearest is torchtitan's selective mode, which keeps attention's results and every second product"
+            f"recomputed but for attention: {joined(kept)} layers of the LLM; these {form} recompute layers as a "
+            "whole. Nearest is torchtitan's selective mode, which keeps attention's results and every second product"
         )
     if offloaded := [f"{grid.module} {joined(grid.offloaded)}" for grid in plan.grids if any(grid.offloaded)]:
-        sentences.append(f"layers in host memory: {', '.join(offloaded)}; the flags keep all of them on the device")
+        sentences.append(f"layers in host memory: {', '.join(offloaded)}; these {form} keep all of them on the device")
     return sentences
 
 

@@ -1,13 +1,17 @@
 """How evenly batch samplers load the ranks on real lengths, and what a step of ours costs.
 
-    python tests/benchmarks/sampler.py [--shapes FOLDER] [--steps 30]
+    python tests/benchmarks/sampler.py [--shapes FOLDER] [--steps 30] [--draws 3]
 
 FOLDER holds tables (CSV) with the columns `text_tokens_qwen25` and `ov_visual_tokens`, whose sum is a sample's length;
 without it only the time is measured, on drawn lengths. Compared are torch's DistributedSampler, the two samplers of the
 Hugging Face Trainer that look at lengths (`group_by_length`, and `batch_rebalance` with its own quadratic cost and with
 a linear one) and BalancedBatchSampler, at last with steps of like samples, out of as many as `group_by_length` sorts. A
-batch costs its lengths' sum, or, padded, its longest times their number. No sampler is below the bound: nothing is
-padded, and no rank waits.
+batch costs its lengths' sum, or, padded, its longest times their number. Every layout computes as many samples as 64
+ranks do in `--steps`; a draw is another shuffle of the lengths.
+
+No sampler is below the bound: nothing is padded, and no rank waits. None that leaves every step its samples is below
+the bound of these steps. Padded, it is the least that any dealing takes, where a rank has one batch or there are two
+ranks; else it knows the least padding in as many batches, and the dearest sample.
 A table is printed and `results/benchmarks/sampler.json` written.
 """
 
@@ -16,8 +20,9 @@ import json
 import platform
 import sys
 import time
-from functools import partial
-from itertools import islice, product
+from bisect import bisect_left
+from functools import cache, partial
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +38,7 @@ from dflop.balance.replicas import Sync, balanced_cells
 from dflop.balance.unequal import unequal_cells
 
 # Ranks, batch size and accumulation steps.
-LAYOUTS = [(ranks, size, steps) for ranks in (16, 64) for size, steps in ((8, 1), (4, 2), (2, 4))]
+LAYOUTS = [(ranks, size, steps) for ranks in (2, 16, 64) for size, steps in ((8, 1), (4, 2), (2, 4))]
 TIMED = {
     128: [(16, 8, 1), (16, 4, 2)],
     512: [(64, 8, 1), (64, 2, 4), (1, 4, 128)],
@@ -44,13 +49,14 @@ TIMED = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Path, help="a folder of tables of real shapes")
-    parser.add_argument("--steps", type=int, default=30, help="the most steps of an epoch that are looked at")
+    parser.add_argument("--steps", type=int, default=30, help="steps of 64 ranks that are looked at")
+    parser.add_argument("--draws", type=int, default=3, help="how often the lengths are shuffled, at least twice")
     arguments = parser.parse_args()
     lengths = read_lengths(arguments.shapes) if arguments.shapes else None
     figures = {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
-        "imbalance": [] if lengths is None else measure_imbalance(lengths, arguments.steps),
+        "imbalance": [] if lengths is None else measure_imbalance(lengths, arguments.steps, arguments.draws),
         "time": measure_time(np.random.default_rng(0).lognormal(6, 1, 100_000) if lengths is None else lengths),
     }
     print(f"{figures['machine']}: {figures['command']}\n")
@@ -76,28 +82,87 @@ def read_lengths(folder: Path) -> np.ndarray:
     return np.random.default_rng(0).permutation(np.concatenate([table.to_numpy() for table in tables]).astype(np.int64))
 
 
-def measure_imbalance(lengths: np.ndarray, num_steps: int) -> list[dict]:
+def measure_imbalance(lengths: np.ndarray, num_steps: int, num_draws: int) -> list[dict]:
+    shuffles = [np.random.default_rng(draw).permutation(lengths) for draw in range(num_draws)]
     rows = []
     for num_replicas, batch_size, accumulation in LAYOUTS:
-        layout = (lengths, num_replicas, batch_size, accumulation, num_steps * accumulation)
-        theirs = {name: make(*layout) for name, make in THEIRS.items()}
-        rows += [row_of(layout, theirs, padded, sync) for padded, sync in product((False, True), get_args(Sync))]
+        most = num_steps * max(LAYOUTS)[0] // num_replicas * accumulation
+        draws = []
+        for shuffled in shuffles:
+            layout = (shuffled, num_replicas, batch_size, accumulation, most)
+            theirs = {name: make(*layout) for name, make in THEIRS.items()}
+            draws.append([ratios(layout, theirs, *how) for how in product((False, True), get_args(Sync))])
+        for (padded, sync), *of_draws in zip(product((False, True), get_args(Sync)), *draws, strict=True):
+            row = {"ranks": num_replicas, "batch_size": batch_size, "accumulation": accumulation}
+            row |= {"padded": padded, "sync": sync}
+            rows.append(row | {name: [draw[name] for draw in of_draws] for name in of_draws[0]})
     return rows
 
 
-def row_of(layout: tuple, theirs: dict[str, list], padded: bool, sync: str) -> dict:
-    lengths, num_replicas, batch_size, accumulation, _ = layout
+def ratios(layout: tuple, theirs: dict[str, list], padded: bool, sync: str) -> dict[str, float]:
+    """Of each sampler and bound: the cost of a token with all waiting, torch's random batches = 1."""
+    lengths, num_replicas, batch_size, accumulation, most = layout
     batches = theirs | {name: make(*layout, padded=padded, sync=sync) for name, make in OURS.items()}
     costs = {name: cost(lengths, some, accumulation, padded, sync) for name, some in batches.items()}
-    row = {
-        "ranks": num_replicas,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        "padded": padded,
-        "sync": sync,
-    }
-    costs["bound"] = 1 / num_replicas
-    return row | {name: value / costs["torch"] for name, value in costs.items()}
+    own = np.array(batches["torch"])[:, : most // accumulation * accumulation]
+    steps = (
+        own.reshape(num_replicas, -1, accumulation * batch_size).swapaxes(0, 1).reshape(-1, own[:, :accumulation].size)
+    )
+    least = sum(least_cost(lengths[step], num_replicas, accumulation, padded, sync) for step in steps)
+    costs |= {"bound of these steps": least / lengths[steps].sum(), "bound": 1 / num_replicas}
+    return {name: value / costs["torch"] for name, value in costs.items()}
+
+
+def least_cost(lengths: np.ndarray, num_replicas: int, accumulation: int, padded: bool, sync: str) -> float:
+    """No dealing of these samples takes less, in tokens of a rank's time."""
+    ordered = -np.sort(-lengths)
+    if not padded:
+        return max(ordered[0], ordered.sum() / num_replicas)
+    if accumulation == 1:
+        # Each batch takes as many of the longest that are left as a limit allows: the least limit that takes all.
+        return 1 + bisect_left(
+            range(1, len(ordered) * ordered[0]), True, key=lambda most: fits(ordered, num_replicas, most)
+        )
+    if num_replicas == 2:
+        return least_of_two(ordered, accumulation, sync)
+    return max(ordered[0], least_padded(ordered, num_replicas * accumulation) / num_replicas)
+
+
+def fits(ordered: np.ndarray, num_batches: int, most: int) -> bool:
+    taken = 0
+    for _ in range(num_batches):
+        if taken < len(ordered):
+            taken += int(most // ordered[taken])
+    return taken >= len(ordered)
+
+
+def least_of_two(ordered: np.ndarray, accumulation: int, sync: str) -> float:
+    """Of two ranks: all cuts into batches, runs of `ordered`, and all ways to deal these."""
+    ends = all_ends(len(ordered), 2 * accumulation)
+    begins = np.pad(ends[:, :-1], ((0, 0), (1, 0)))
+    loads = ordered[begins] * (ends - begins)
+    if sync == "microbatch":
+        return np.sort(loads)[:, 1::2].sum(axis=1).min()
+    firsts = (loads[:, chosen].sum(axis=1) for chosen in combinations(range(2 * accumulation), accumulation))
+    return min(np.maximum(first, loads.sum(axis=1) - first).min() for first in firsts)
+
+
+@cache
+def all_ends(num_samples: int, num_batches: int) -> np.ndarray:
+    """`[cut, batch]`."""
+    inner = np.array(list(combinations(range(1, num_samples), num_batches - 1)))
+    return np.pad(inner, ((0, 0), (0, 1)), constant_values=num_samples)
+
+
+def least_padded(ordered: np.ndarray, num_batches: int) -> float:
+    """The least sum of padded batches: runs of `ordered`, longest first, none empty."""
+    end = np.arange(len(ordered) + 1)
+    # `[begin, end]`: a run's cost.
+    runs = np.where(end > end[:-1, None], ordered[:, None] * (end - end[:-1, None]), np.inf)
+    least = np.where(end == 0, 0, np.inf)
+    for _ in range(num_batches):
+        least = (least[:-1, None] + runs).min(axis=0)
+    return float(least[-1])
 
 
 def cost(lengths: np.ndarray, batches: list[list[list[int]]], accumulation: int, padded: bool, sync: str) -> float:
@@ -179,14 +244,14 @@ OURS = {
 
 
 def print_imbalance(rows: list[dict]) -> None:
-    print("Cost of a token with all waiting, torch's random batches = 1.\n")
-    names = [*THEIRS, *OURS, "bound"]
+    print("Cost of a token with all waiting, torch's random batches = 1: mean and standard deviation over draws.\n")
+    names = [*THEIRS, *OURS, "bound of these steps", "bound"]
     print(f"| ranks x size x accumulation | batches | ranks wait | {' | '.join(names)} |")
     print("|---|---|---|" + "---|" * len(names))
     for row in rows:
         layout = f"{row['ranks']} x {row['batch_size']} x {row['accumulation']}"
         waits = "each microbatch" if row["sync"] == "microbatch" else "once a step"
-        cells = " | ".join(f"{row[name]:.3f}" for name in names)
+        cells = " | ".join(f"{np.mean(row[name]):.3f} ± {np.std(row[name], ddof=1):.3f}" for name in names)
         print(f"| {layout} | {'padded' if row['padded'] else 'add up'} | {waits} | {cells} |")
     print()
 

@@ -132,6 +132,8 @@ def test_a_collator_that_pads_is_refused(text_model):
 
     with pytest.raises(UserError, match=r"a batch of \[3, 9\] of 3 samples: it pads them"):
         check_packing(text_model, pad, TEXTS)
+    with pytest.raises(UserError, match="must make a mapping"):
+        check_packing(text_model, lambda samples: None, TEXTS)
 
 
 def test_the_command_says_what_is_wrong_with_a_collator_of_ones_own(text_model, tmp_path, monkeypatch):

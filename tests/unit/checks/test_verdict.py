@@ -352,6 +352,8 @@ def test_constant_times_and_one_slow_step_are_told_in_plain_words(tmp_path):
         ("a\0b", "is no text"),
         ("", "is no table"),
         ("[1, 2]", "holds no records"),
+        ("{}", "holds no records"),
+        ("step,step_s\n1,2.0\n2,slow\n", "step_s='slow' is no number"),
         ('{"step_s": 0.0}\n{"step_s": 0.0}\n', "no step has a time above 0"),
     ],
 )
@@ -362,6 +364,12 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path, content, said):
         judge(read_log([path]))
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_cell_without_a_value_costs_its_row_only(tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_text("step,step_s\n1,2.0\n2,n/a\n3,2.5\n")
+    assert read_log([path]).seconds.tolist() == [2.0, 2.5]
 
 
 def test_a_last_line_that_was_cut_off_is_left_out_and_shapes_need_steps_and_loads(tmp_path):

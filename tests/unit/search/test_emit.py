@@ -126,7 +126,8 @@ def test_devices_and_sharding_of_encoders_that_no_flag_has_are_named(framework):
     said = " ".join(emit(framework, replace(SHARED, grids=(vision, SHARED.grid("llm"))), SPEC, 512).beyond)
     kept = framework in ("megatron_bridge", "torchtitan", "automodel")
     told = "vision the optimiser's state (ZeRO-1)" + (";" if kept else ", llm parameters among 8;")
-    assert f"what replicas share: {told} as the flags have it: vision parameters among {8 if kept else 64}" in said
+    told += f" as these {FRAMEWORKS[framework].form} have it:"
+    assert f"what replicas share: {told} vision parameters among {8 if kept else 64}" in said
     same = " ".join(emit(framework, SHARED, SPEC, 512).beyond)
     assert ("replicas share" not in same) == kept
     assert "the sizes above" not in same
@@ -143,7 +144,7 @@ def test_the_text_is_a_shell_command_with_comments():
     assert text.splitlines()[1] == "# as flags of Megatron-LM with Megatron Core 0.16:"
     for line in text.splitlines():
         assert re.match(r"# |--[\w-]+( [\w*|]+)?( \\)?$|$", line), line
-    assert "llm parameters among 8; as the flags have it: vision parameters among 64, llm parameters among 64" in text
+    assert "llm parameters among 8; as these flags have it: vision parameters among 64, llm parameters among 64" in text
     assert "--no-gradient-accumulation-fusion" in text  # without which Megatron-LM refuses FSDP2
 
 
@@ -202,7 +203,7 @@ def dealt_by_number(every: int, layers: list[int], pp: int) -> list[int]:
 
 def said_of_recomputed(emitted: Emitted) -> dict[str, tuple[list[int], list[int]]]:
     """By module, planned and flagged numbers of layers in the sentence that says that they differ."""
-    pattern = r"recomputed layers: (.*); as the flags have it: (.*)"
+    pattern = r"recomputed layers: (.*); as these (?:flags|keys) have it: (.*)"
     found = [match for sentence in emitted.beyond if (match := re.fullmatch(pattern, sentence))]
     assert len(found) <= 1
     planned, flagged = (
@@ -319,7 +320,10 @@ def test_layers_recomputed_but_for_attention_are_recomputed_as_a_whole_by_flags(
     assert emitted.plan == whole.plan
     assert emitted.flags == whole.flags
     (said,) = (sentence for sentence in emitted.beyond if sentence not in whole.beyond)
-    assert said.startswith("recomputed but for attention: 9 layers of the LLM; the flags recompute layers as a whole")
+    form = FRAMEWORKS[framework].form
+    assert said.startswith(
+        f"recomputed but for attention: 9 layers of the LLM; these {form} recompute layers as a whole"
+    )
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -328,7 +332,8 @@ def test_offloaded_layers_stay_on_the_device_by_flags(framework):
     emitted, kept = (emit(framework, plan, SPEC, 512) for plan in (away, ONE_MODULE))
     assert (emitted.plan, emitted.flags) == (kept.plan, kept.flags)
     (said,) = (sentence for sentence in emitted.beyond if sentence not in kept.beyond)
-    assert said == "layers in host memory: llm 3; the flags keep all of them on the device"
+    form = FRAMEWORKS[framework].form
+    assert said == f"layers in host memory: llm 3; these {form} keep all of them on the device"
 
 
 # ---- frameworks that read a config file, and those that share Megatron Core's names ----
@@ -430,7 +435,7 @@ def test_sharing_inside_nodes_is_said_where_there_are_words_for_it():
     veomni = emit("veomni", SHARED, SPEC, 512).flags
     assert (veomni["train.accelerator.dp_replicate_size"], veomni["train.accelerator.dp_shard_size"]) == (8, 8)
     swift = emit("ms_swift", SHARED, SPEC, 512).beyond
-    assert any("llm parameters among 8; as the flags have it" in sentence for sentence in swift)
+    assert any("llm parameters among 8; as these flags have it" in sentence for sentence in swift)
 
 
 def test_zero_1_is_said_by_accelerate_and_becomes_fsdp_where_there_is_nothing_like_it():
@@ -558,7 +563,7 @@ def test_copies_whose_parameters_only_the_devices_of_a_sample_share_are_refused_
     emitted = emit(framework, LONG_IN_A_NODE, SPEC, 512)
     assert not any("replicate" in name and size != 1 for name, size in emitted.flags.items())
     assert emitted.plan.grid("llm").num_shards == 64
-    assert any("llm parameters among 8; as the flags have it: " in sentence for sentence in emitted.beyond)
+    assert any("llm parameters among 8; as these keys have it: " in sentence for sentence in emitted.beyond)
     assert emit(framework, LONG, SPEC, 512).plan.grid("llm").num_shards == 8
 
 
