@@ -297,3 +297,10 @@ def test_every_direct_dependency_is_pinned_to_a_version_in_its_range(group):
         name = canonicalize_name(requirement.name)
         assert name in pins, f"{name} is not in constraints.txt"
         assert requirement.specifier.contains(pins[name]), f"{name}=={pins[name]} is outside {requirement.specifier}"
+
+
+def test_no_two_test_files_have_one_name():
+    """Outside packages pytest imports them by their names alone."""
+    files = [path for path in (REPOSITORY / "tests").rglob("*.py") if path.name != "conftest.py"]
+    names = [path.name for path in files if not (path.parent / "__init__.py").exists()]
+    assert sorted(names) == sorted(set(names))
