@@ -81,11 +81,8 @@ def search_plans(
         cp, num_before = found.best.plan.grid("llm").cp, num_plans
         divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
 
-        def search(lighter: CostModel) -> SearchResult | None:
-            try:
-                return search_with(config, spec, lighter, divided, go_on, cp=cp, above=None, beside=found, **how)
-            except UserError:
-                return None
+        def search(lighter: CostModel, beside: SearchResult = found) -> SearchResult | None:
+            return search_with(config, spec, lighter, divided, go_on, cp=cp, above=None, beside=beside, **how)
 
         found = search_offloading(config, spec, costs, divided, found, search)
     if found is None:

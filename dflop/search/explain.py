@@ -93,11 +93,13 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     """The text that `dflop plan --explain` prints."""
     best = result.best
     cluster = config.cluster
-    offloads = any(grid.offloaded for candidate in result.candidates for grid in candidate.plan.grids)
+    bounded = "the bounds of all others are higher"
+    if any(grid.offloaded for candidate in result.candidates for grid in candidate.plan.grids):
+        bounded = "offloaded layers were tried in the fastest alone"
     lines = [
         f"{result.num_plans:,} plans for {cluster.num_devices} devices ({cluster.device_model}, {costs.source} costs), "
         f"{len(result.candidates)} priced on {best.num_batches} global batches of {config.train.global_batch_size}; "
-        f"{'offloaded layers were tried in the fastest alone' if offloads else 'the bounds of all others are higher'}",
+        f"{bounded}",
         "",
         "    step      vs    idle   memory      bound by       plan",
     ]

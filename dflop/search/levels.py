@@ -82,8 +82,8 @@ def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_atten
         both = at_levels(levels[grid.module], on_devices, spares_attention=is_spared)
         recomputed = of_stages(*both, layers)
         kept = recomputed.attention_kept if any(recomputed.attention_kept) else ()
-        others = zip(grid.offloaded, layers, recomputed.layers, strict=bool(grid.offloaded))
-        offloaded = tuple(min(count, own - again) for count, own, again in others)
+        stages = zip(grid.offloaded, layers, recomputed.layers, strict=False)  # `offloaded` may be empty
+        offloaded = tuple(min(count, own - again) for count, own, again in stages)
         how = {"recomputed": recomputed.layers, "attention_kept": kept}
         grids.append(replace(grid, offloaded=offloaded if any(offloaded) else (), **how))
         is_everything &= recomputed.layers == layers and not kept
