@@ -265,7 +265,7 @@ def test_parts_that_are_trained_and_recomputed_hold_what_the_memory_model_says(m
         assert predicted == pytest.approx(tracked, rel=0.05), rank
 
 
-# Left to `make test-all`: InternVL has layers like LLaVA's, Qwen2.5-VL like Omni's, and all three have a row in `ENCODERS`.
+# Left to `make test-all`: InternVL has layers like LLaVA's, Qwen2.5-VL like Omni's, and `ENCODERS` has all three.
 ALIKE = ("internvl", "qwen2_5_vl", "qwen3_vl")
 
 
