@@ -142,6 +142,7 @@ def measure_as(
                         num_layers=depth,
                         checkpointing=checkpointing,
                         seconds=pl.Series(seconds * np.exp(noise * rng.normal(size=len(points)))),
+                        attention_s=pl.lit(None, pl.Float64),
                         saved_bytes=pl.Series(saved).round().cast(pl.Int64),
                         peak_bytes=pl.Series(saved + passing).round().cast(pl.Int64),
                         repeat=repeat,

@@ -114,6 +114,7 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
                     num_layers=pl.lit(depth, pl.Int64),
                     checkpointing=checkpointing,
                     seconds=pl.Series(_seconds(counts, direction, stage, device)),
+                    attention_s=pl.lit(None, pl.Float64),
                     peak_bytes=pl.Series(counts.at_points(peak)).round().cast(pl.Int64),
                     saved_bytes=pl.Series(counts.at_points("saved_bytes")).round().cast(pl.Int64),
                     repeat=pl.lit(0, pl.Int64),

@@ -272,7 +272,7 @@ class Design:
         missing = [point for point in self._spread_points(_FIRST_SIZES) if self._is_new(point)]
         if missing:
             return missing  # sizes of the first round that took too long are replaced by smaller ones
-        points = median_points(pl.DataFrame(rows))
+        points = median_points(pl.DataFrame(rows, infer_schema_length=None))
         model = fit_model(points, parameters)
         errors = relative_errors(model, points)
         if len(errors):

@@ -10,8 +10,9 @@ The backward of a recomputed layer takes the time of another layer's backward, o
 rest of its forward. Where costs are measured, recomputed layers have no more of their own than this share: the noise
 between two fits is as large as the time of recomputing one layer. Counted costs have no noise, and count what is
 recomputed: torch stops a layer at the last tensor that backward reads, so its last matrix product is not repeated. A
-layer that is recomputed but for attention repeats what its forward takes without growing with squared lengths
-(`CostModel.part_forms`).
+layer that is recomputed but for attention does not repeat the seconds of attention (`CostModel.part_forms`). An LLM's
+were clocked inside its layers' forward (`attention_s`), and have a fit of their own, so the layer's is theirs and that
+of the rest. Where they were not, attention's are the seconds that grow with squared lengths.
 
 Whole stages (`whole`: embedding to loss, at depths between the fitted ones, some with recomputed layers) are kept out
 of every fit. The error of their predictions is `fit_error`.
@@ -44,6 +45,9 @@ __all__ = [
 
 # The pieces that are measured, and the parts that each is made of. A piece has its `layer` part once a layer.
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
+
+# Of the forward of a part `layer`, the seconds of attention.
+_ATTENTION = "attention"
 
 # Seconds by module, layout, part, whether layers are recomputed, and pass.
 Times = dict[tuple[str, LayoutKey, str, bool, str], Coefficients]
@@ -96,7 +100,7 @@ def median_points(measurements: pl.DataFrame) -> pl.DataFrame:
     return (
         measurements.filter(pl.col("seconds").is_not_null())
         .group_by(*POINT_KEYS, "pass", maintain_order=True)
-        .agg(pl.col("seconds").median(), pl.col("peak_bytes").max(), pl.col("saved_bytes").max())
+        .agg(pl.col("seconds", "attention_s").cast(pl.Float64).median(), pl.col("peak_bytes", "saved_bytes").max())
     )
 
 
@@ -127,7 +131,11 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         keys = [(module, layout, part, checkpointing) for part in PIECES[piece]]
         chunk = at_once.get((module, layout), math.inf) if piece == "last" else math.inf
         if not checkpointing or source == "analytic":
-            fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk)
+            known = None
+            if (piece, direction) == ("layers", "forward") and not frame["attention_s"].has_nulls():
+                known = fit_attention(frame, module)
+                times[module, layout, _ATTENTION, checkpointing, direction] = known
+            fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk, known=known)
             times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
         if direction == "forward":
             activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes", chunk=chunk), strict=True))
@@ -183,8 +191,8 @@ def _recomputing(times: Times, repeated: Mapping[tuple[str, LayoutKey], float]) 
         if part not in PIECES["layers"] or checkpointing:
             continue
         if (part, direction) == ("layer", "backward"):
-            attention, others = _attention_and_others(times[module, layout, "layer", False, "forward"])
-            fit = fit + attention + repeated.get((module, layout), 1.0) * others
+            attention, others = _attention_and_others(times, module, layout)
+            fit = (fit + attention + repeated.get((module, layout), 1.0) * others).merged()
         own[module, layout, part, True, direction] = fit
     return own
 
@@ -197,7 +205,7 @@ def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, Layo
     again = pl.col("checkpointing") & (pl.col("piece") == "layers") & (pl.col("pass") == "backward")
     for (module, *sizes), frame in points.filter(again).group_by("module", *LayoutKey.columns()):
         layout, loads, depths = LayoutKey(*sizes), measured_loads(frame), frame["num_layers"].to_numpy()
-        attention, others = _attention_and_others(times[module, layout, "layer", False, "forward"])
+        attention, others = _attention_and_others(times, module, layout)
         kept = times[module, layout, "layer", False, "backward"] + attention
         kept_s = times[module, layout, "stage", False, "backward"](loads) + depths * kept(loads)
         others_s, added_s = depths * others(loads), frame["seconds"].to_numpy() - kept_s
@@ -208,11 +216,13 @@ def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, Layo
     return shares
 
 
-def _attention_and_others(forward: Coefficients) -> tuple[Coefficients, Coefficients]:
-    """The seconds of a layer's forward that grow with squared lengths, which are attention's, and the others."""
+def _attention_and_others(times: Times, module: str, layout: LayoutKey) -> tuple[Coefficients, Coefficients]:
+    """The seconds of attention in a layer's forward, and the others. Where attention was not clocked, its seconds are
+    those that grow with squared lengths."""
+    forward = times[module, layout, "layer", False, "forward"]
     squares = tuple(own * (load == "sum_sq_tokens") for load, own in zip(FEATURES, forward.per_load, strict=True))
-    attention = Coefficients(0.0, squares)
-    return attention, forward + -1.0 * attention
+    attention = times.get((module, layout, _ATTENTION, False, "forward"), Coefficients(0.0, squares))
+    return attention, forward.without(attention)
 
 
 def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:
@@ -329,11 +339,13 @@ def fit_piece(
     target: str,
     parts: tuple[str, ...] | None = None,
     chunk: float = math.inf,
+    known: Coefficients | None = None,
 ) -> list[Coefficients]:
     """Coefficients of each of the piece's parts, fitted to the column `target` of one pass's points.
 
     With `parts`, the piece is taken to have each of these parts once, however many layers it has. A head holds logits
-    for `chunk` targets at a time: beyond that many targets, bytes grow more slowly and seconds faster.
+    for `chunk` targets at a time: beyond that many targets, bytes grow more slowly and seconds faster. Of the last
+    part, `known` is fitted before: the rest is fitted to what it leaves.
     """
     loads = np.column_stack(measured_loads(frame))
     once = np.ones(len(frame))
@@ -343,9 +355,18 @@ def fit_piece(
         for part in parts or PIECES[piece]
     ]
     designs = [own.design(loads) for own in columns]
-    solution = _non_negative(np.hstack(designs), np.maximum(frame[target].to_numpy().astype(float), 1e-12))
+    of_known = known(measured_loads(frame)) * layers if known else 0.0
+    target_values = np.maximum(frame[target].to_numpy().astype(float), 1e-12)
+    solution = _non_negative(np.hstack(designs), target_values, of_known)
     ends = np.cumsum([design.shape[1] for design in designs])[:-1]
-    return [own.coefficients(solved) for own, solved in zip(columns, np.split(solution, ends), strict=True)]
+    fits = [own.coefficients(solved) for own, solved in zip(columns, np.split(solution, ends), strict=True)]
+    return [*fits[:-1], (fits[-1] + known).merged()] if known else fits
+
+
+def fit_attention(frame: pl.DataFrame, module: str) -> Coefficients:
+    """The seconds of attention in a layer's forward, from one pass's points of layers."""
+    of_layer = frame.with_columns(attention_s=pl.col("attention_s") / pl.col("num_layers"))
+    return fit_piece(of_layer, module, "layers", "attention_s", parts=("layer",))[0]
 
 
 def _columns(
@@ -355,30 +376,31 @@ def _columns(
     sizes, ramps = np.unique(loads[:, along]), set()
     is_beyond = sizes.max() > chunk
     num_hinges = min(_NUM_HINGES, len(sizes) // 2)
-    is_bent = len(sizes) >= (_LEAST_BENT_SIZES if target == "seconds" else 2 * _NUM_HINGES)
+    is_time = target in ("seconds", "attention_s")
+    is_bent = len(sizes) >= (_LEAST_BENT_SIZES if is_time else 2 * _NUM_HINGES)
     if is_bent and target != "saved_bytes" and part != "stage":
         hinges = np.quantile(sizes, np.linspace(0, 1, num_hinges + 2)[1:-1])
-        ramps = {(float(at), math.inf) for at in hinges if target == "seconds" or not is_beyond}
+        ramps = {(float(at), math.inf) for at in hinges if is_time or not is_beyond}
     if is_beyond:
-        ramps |= {(chunk, math.inf)} if target == "seconds" else {(0.0, chunk)}
+        ramps |= {(chunk, math.inf)} if is_time else {(0.0, chunk)}
         ramps |= {(chunk, 2 * chunk)} if target == "transient" else set()
     features = tuple(FEATURES.index(load) for load in loads_behind(module, part))
     return _Columns(part, along, features, times, tuple(sorted(ramps)))
 
 
-def _non_negative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _non_negative(design: np.ndarray, target: np.ndarray, known: np.ndarray | float = 0.0) -> np.ndarray:
     """Non-negative coefficients [num_columns] of small relative error, from `design` [num_points, num_columns] and
-    `target` [num_points]. Columns are scaled to be comparable."""
+    `target` [num_points], of which `known` is explained already. Columns are scaled to be comparable."""
     from scipy.optimize import nnls  # takes longer to import than most commands take
 
     weighted = design / target[:, None]
     scale = np.linalg.norm(weighted, axis=0)
     scale[scale == 0] = 1.0
-    weights = np.ones(len(target))
+    weights, missing = np.ones(len(target)), 1 - known / target
     for _ in range(_REWEIGHTINGS):
         roots = np.sqrt(weights)
-        solution, _ = nnls(weighted / scale * roots[:, None], roots)
-        residuals = np.abs(weighted / scale @ solution - 1)
+        solution, _ = nnls(weighted / scale * roots[:, None], roots * missing)
+        residuals = np.abs(weighted / scale @ solution - missing)
         weights = np.minimum(1.0, _OUTLIER / np.maximum(residuals, 1e-12))
     return solution / scale
 

@@ -41,7 +41,8 @@ class FittedCosts:
     """What every part costs: `times` in seconds by (module, layout, part, checkpointing, pass), `activations` and
     `transients` in bytes by (module, layout, part, checkpointing), `parameter_bytes` (fp32) by (module, layout, part).
 
-    `checkpointing` is whether the layers are recomputed in backward.
+    `checkpointing` is whether the layers are recomputed in backward. Of the forward of an LLM's `layer`, the seconds of
+    `attention` stand in `times` besides, where it was clocked.
     """
 
     times: dict[tuple[str, LayoutKey, str, bool, str], Coefficients]

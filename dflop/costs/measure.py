@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.costs.parameter_sizes import parameter_sizes
 from dflop.models import ModelSpec, check_tp, load_runtime
+from dflop.models.attention import clocked_attention
 from dflop.models.compilation import compile_layers
 from dflop.models.precision import COMPUTES_IN, compute_in, held_in
 from dflop.models.tensor_group import ALONE, TensorGroup
@@ -99,13 +101,14 @@ class Bench:
 
     def measure(self, point: Point, repeat: int) -> list[dict[str, Any]]:
         """One row a pass, with the median seconds of a few runs after a warm-up. Short runs are repeated more often.
+        Of an LLM's layers, the forward's row says the seconds of attention as well.
 
         Of the tensor-parallel ranks, the slowest one's seconds and the fullest one's bytes count. Bytes are measured
         in the first repeat only. A point that runs out of memory gives rows without seconds and bytes.
         """
         self._carry(point)
         saved_bytes = peak_bytes = None
-        seconds: list[float | None] = [None, None]
+        seconds: list[float | None] = [None, None, None]
         try:
             run = self._together(lambda: self._runs.make(point))
             if repeat == 0:
@@ -118,9 +121,11 @@ class Bench:
                 self._together(lambda: self._timed(run))
             self._together(lambda: keep_busy(self.device))
             runs = [self._slowest(self._together(lambda: self._timed(run)))]
-            count = min(_MOST_RUNS, int(_LEAST_MEASURED_S / sum(runs[0])))
+            count = min(_MOST_RUNS, int(_LEAST_MEASURED_S / sum(runs[0][:2])))
             runs += [self._slowest(self._together(lambda: self._timed(run))) for _ in range(count - 1)]
             seconds = [statistics.median(passes) for passes in zip(*runs, strict=True)]
+            if self.module != "llm" or point.piece != "layers" or point.checkpointing:
+                seconds[2] = None
         except torch.OutOfMemoryError:
             run = saved_bytes = peak_bytes = None
         if seconds[0] is None:
@@ -128,8 +133,8 @@ class Bench:
         about = {"module": self.module, "tp": self.tp} | self._runs.loads(point)
         bytes_of = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "repeat": repeat}
         return [
-            about | {"pass": direction, "seconds": taken} | bytes_of
-            for direction, taken in zip(("forward", "backward"), seconds, strict=True)
+            about | {"pass": direction, "seconds": taken, "attention_s": of_attention} | bytes_of
+            for direction, taken, of_attention in (("forward", *seconds[::2]), ("backward", seconds[1], None))
         ]
 
     def parameter_sizes(self, bounds: LoadBounds | None = None) -> pl.DataFrame:
@@ -219,7 +224,7 @@ class Bench:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
     def _timed(self, run: Run) -> list[float]:
-        """Seconds of forward and of backward."""
+        """Seconds of forward, of backward, and of attention in forward."""
         self._flushed.add_(1.0)
         for leaf in run.inputs:
             leaf.grad = None
@@ -228,13 +233,15 @@ class Bench:
             torch.cuda.synchronize(self.device)  # launches must not hide behind what was queued before
         self._slowest([0.0])  # ranks begin together
         start = self._mark()
-        outputs = run.forward()
+        with clocked_attention(self._mark) as marks:
+            outputs = run.forward()
         half = self._mark()
         gradients = [torch.ones_like(output) for output in outputs]
         resumed = self._mark()
         torch.autograd.backward(outputs, gradients)
         end = self._mark()
-        return [self._between(start, half), self._between(resumed, end)]
+        of_attention = sum(starmap(self._between, zip(marks[::2], marks[1::2], strict=True)))
+        return [self._between(start, half), self._between(resumed, end), of_attention]
 
     def _zero_gradients(self) -> None:
         for parameter in self._trained:

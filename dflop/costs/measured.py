@@ -17,7 +17,7 @@ POINT_KEYS = ("module", "tp", "piece", "num_layers", "checkpointing", *FEATURES)
 
 _SUFFIXES = (".parquet", ".parameters.parquet", ".device.parquet")
 _COLUMNS = (
-    (*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"),
+    (*POINT_KEYS, "pass", "seconds", "attention_s", "peak_bytes", "saved_bytes", "repeat"),
     (
         *("module", "tp", "part", "parameter_bytes", "adapter_bytes", "targets_at_once"),
         *("passing_backward", "passing_kept", "attention_bytes"),
@@ -35,6 +35,7 @@ _ADDED = {
     "sm_mhz_after": pl.Float64,
     "adapters": pl.String,
     **dict.fromkeys(("adapter_bytes", "passing_backward", "passing_kept", "attention_bytes"), pl.Float64),
+    "attention_s": pl.Float64,
 }
 
 

@@ -20,7 +20,7 @@ from dflop.plan.trained import WHOLE
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
-_ITEMS, _OF_ATTENTION = FEATURES.index("num_items"), [FEATURES.index(name) for name in ("num_items", "sum_sq_tokens")]
+_ITEMS, _SQUARES = FEATURES.index("num_items"), FEATURES.index("sum_sq_tokens")
 # Where replicas share no parameters.
 NO_WORKING_BYTES = dict.fromkeys(PARTS, 0.0)
 
@@ -91,11 +91,21 @@ class CostModel(FittedCosts):
             backward["offloaded_passing_layer"] = backward["passing_layer"]
             backward["recomputed_passing_layer"] = forward["layer"] + backward["passing_layer"]
             if (module, layout) in self.attention_bytes:
+                attention = self._attention(module, layout)
                 for passing in ("", "passing_"):
                     again = backward[f"recomputed_{passing}layer"]
-                    backward[f"attention_kept_{passing}layer"] = again + -1.0 * _attention(forward["layer"], again)
+                    backward[f"attention_kept_{passing}layer"] = again.without(attention)
             self._parts[module, layout] = forward, backward
         return self._parts[module, layout]
+
+    def _attention(self, module: str, layout: LayoutKey) -> Coefficients:
+        """Of an LLM layer's forward the seconds of attention, with keys and values of other replicas. Where attention
+        was not clocked, these are the seconds that grow with squared lengths."""
+        forward = self.times[module, layout, "layer", False, "forward"]
+        clocked = self.times.get((module, layout, "attention", False, "forward"))
+        counts = (_ITEMS,) if clocked else (_ITEMS, _SQUARES)
+        others = Coefficients(0.0, tuple(own * (load in counts) for load, own in enumerate(forward.per_load)))
+        return clocked + others if clocked else others
 
     def exchanging(self, token_bytes: float, byte_s: float, num_groups: float) -> "CostModel":
         """These costs with those of keys and values that come from other replicas, for each token of theirs (the LLM's
@@ -200,13 +210,6 @@ class CostModel(FittedCosts):
                 kept[part] = kept[part] + own + others
                 on_top[part] = on_top[part] + -1.0 * own  # which a recomputed layer makes again
         return kept, on_top
-
-
-def _attention(forward: Coefficients, most: Coefficients) -> Coefficients:
-    """Of an LLM layer's forward the seconds that grow with squared lengths, which are attention's, and with keys and
-    values of other replicas; at most those of `most`."""
-    least = (min(own, its) for own, its in zip(forward.per_load, most.per_load, strict=True))
-    return Coefficients(0.0, tuple(own * (place in _OF_ATTENTION) for place, own in enumerate(least)))
 
 
 def _about(kinds: Sequence[StageKind]) -> tuple[str, LayoutKey]:

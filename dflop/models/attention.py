@@ -10,7 +10,10 @@ Otherwise exact scaled-dot-product attention runs on each segment, or on several
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,7 +27,7 @@ from dflop.models.microbatch import SegmentEnds
 from dflop.models.share_attention import behind_others
 from dflop.models.shared_samples import keys_and_values
 
-__all__ = ["PACKED", "OneSegment", "is_hopper", "kernel_name", "packed_attention"]
+__all__ = ["PACKED", "OneSegment", "clocked_attention", "is_hopper", "kernel_name", "packed_attention"]
 
 PACKED = "dflop_packed"
 # The packages whose `flash_attn_varlen_func` is used, the fastest first. The first one runs on Hopper only.
@@ -33,6 +36,7 @@ _FLASH = {"flash-attn 3": "flash_attn_interface", "flash-attn 2": "flash_attn"}
 # Where torch's kernel for fp32 that keeps no matrix of a segment's squared length needs as many key-value heads as
 # queries. CPUs have one that does not.
 _REPEATS_HEADS_ON = {"cuda"}
+_CLOCK: ContextVar[Callable[[], None] | None] = ContextVar("clock", default=None)
 
 
 class OneSegment:
@@ -63,7 +67,33 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     return _flash_attention(is_hopper(device))[0] if _has_varlen(device, dtype) else "sdpa"
 
 
+@contextmanager
+def clocked_attention(mark: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What `mark` returns when attention of a layer begins and when it ends, in turn."""
+    marks: list[Any] = []
+    before = _CLOCK.set(lambda: marks.append(mark()))
+    try:
+        yield marks
+    finally:
+        _CLOCK.reset(before)
+
+
+def _clocked(attention: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attention)
+    def clocked(*args: Any, **kwargs: Any) -> Any:
+        note = _CLOCK.get()
+        if note is None:
+            return attention(*args, **kwargs)
+        note()
+        made = attention(*args, **kwargs)
+        note()
+        return made
+
+    return clocked
+
+
 @made_once
+@_clocked
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

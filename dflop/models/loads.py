@@ -88,6 +88,28 @@ class Coefficients:
         hinges = tuple(Hinge(load, at, factor * slope) for load, at, slope in self.hinges)
         return Coefficients(factor * self.const, tuple(factor * value for value in self.per_load), hinges)
 
+    def merged(self) -> "Coefficients":
+        """The same function with one hinge at each place, in ascending order."""
+        hinges = tuple(Hinge(*place, slope) for place, slope in sorted(self._slopes().items()))
+        return Coefficients(self.const, self.per_load, hinges)
+
+    def without(self, other: "Coefficients") -> "Coefficients":
+        """This function without the other, of which no constant and no slope counts that is more than its own."""
+        slopes, its_slopes = self._slopes(), other._slopes()
+        hinges = tuple(
+            Hinge(*place, left)
+            for place, own in sorted(slopes.items())
+            if (left := _less(own, its_slopes.get(place, 0)))
+        )
+        per_load = tuple(map(_less, self.per_load, other.per_load))
+        return Coefficients(_less(self.const, other.const), per_load, hinges)
+
+    def _slopes(self) -> dict[tuple[int, float], float]:
+        slopes: dict[tuple[int, float], float] = {}
+        for load, at, slope in self.hinges:
+            slopes[load, at] = slopes.get((load, at), 0.0) + slope
+        return slopes
+
     def raised_by(self, const: float) -> "Coefficients":
         """The same function plus `const`."""
         return Coefficients(self.const + const, self.per_load, self.hinges)
@@ -101,6 +123,10 @@ class Coefficients:
             end = 2 * last
             per_load[along] += sum(slope * (end - at) for _, at, slope in self.hinges) / end
         return Coefficients(0.0, tuple(per_load))
+
+
+def _less(own: float, its: float) -> float:
+    return own - min(max(own, 0.0), its)
 
 
 def coefficients(const: float = 0.0, **per_load: float) -> Coefficients:

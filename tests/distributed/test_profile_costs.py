@@ -53,7 +53,7 @@ def frames_of(folder, module, tp) -> list[pl.DataFrame]:
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_a_module_is_measured_over_the_datas_range_however_little_time_there_is(measured, module, tp):
     rows, parameters, device = frames_of(measured, module, tp)
-    assert set(rows.columns) == {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
+    assert set(rows.columns) == {*POINT_KEYS, "pass", "seconds", "attention_s", "peak_bytes", "saved_bytes", "repeat"}
     assert (rows["seconds"] > 0).all()
     assert set(rows["piece"]) == {"layers", "first", "last", "whole"}
     load = "num_tokens" if module == "llm" else "num_items"

@@ -36,6 +36,7 @@ def run(design, model, noise=0.0, most=400, seed=0):
     while len(points) < most and (asked := design.next(rows, parameters)) is not None:
         point, repeat = asked
         about = {"module": design.module, "tp": 1, "repeat": repeat, "peak_bytes": 2000, "saved_bytes": 1000}
+        about["attention_s"] = None
         passes = {
             direction: seconds_of(model, design.module, point, direction) * float(np.exp(noise * rng.normal()))
             for direction in ("forward", "backward")

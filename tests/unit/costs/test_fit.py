@@ -141,6 +141,33 @@ def test_a_recomputed_layer_repeats_attention_and_the_measured_share_of_the_rest
         assert found.times[layer](loads) == pytest.approx(again(loads), rel=0.02)
 
 
+@pytest.mark.parametrize("repeated", [1.0, 0.7])
+def test_clocked_attention_is_spared_whole_where_it_takes_more_than_its_squares(costs, measure_as, repeated):
+    """Tokens of long microbatches take longer in attention than the first ones do, however long their segments are."""
+    keys = {way: ("llm", LayoutKey(), "layer", False, way) for way in ("forward", "backward")}
+    attention = Coefficients(2e-5, (0, 1e-6, 1e-9, 0), (Hinge(1, 600.0, 4e-6),))
+    others, backward = Coefficients(5e-5, (0, 4e-6, 0, 0)), costs.times[keys["backward"]]
+    again = ("llm", LayoutKey(), "layer", True, "backward")
+    made = {keys["forward"]: others + attention, again: backward + attention + repeated * others}
+    frames = measure_as(dataclasses.replace(costs, times=costs.times | made))
+    clocked = (pl.col("module") == "llm") & (pl.col("piece") == "layers") & (pl.col("pass") == "forward")
+    loads = frames.measurements.select(*FEATURES).to_numpy().astype(float).T
+    seconds = pl.Series(attention(Loads(*loads))) * frames.measurements["num_layers"]
+    found = fitted(
+        frames._replace(
+            measurements=frames.measurements.with_columns(
+                attention_s=pl.when(clocked & ~pl.col("checkpointing")).then(seconds)
+            )
+        )
+    )
+    for tokens, length in ((200.0, 200.0), (2000.0, 2000.0), (2000.0, 50.0)):
+        at = Loads(*(np.array(load) for load in (0.0, tokens, tokens * length, 0.0)))
+        forward_s, backward_s = found.part_times("llm", LayoutKey(), at)
+        assert forward_s["layer"] == pytest.approx((others + attention)(at), rel=0.03)
+        assert backward_s["recomputed_layer"] == pytest.approx(made[again](at), rel=0.03)
+        assert backward_s["attention_kept_layer"] == pytest.approx((backward + repeated * others)(at), rel=0.03)
+
+
 def test_exact_measurements_leave_no_error_and_noisy_ones_about_their_noise(costs, measure_as):
     exact = fit(measure_as(costs))["fit_error"]
     assert (exact["p95_error"] < 2e-3).all()

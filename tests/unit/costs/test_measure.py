@@ -18,7 +18,7 @@ from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS
 from dflop.models import load_model_spec
 
-COLUMNS = {*POINT_KEYS, "pass", "seconds", "peak_bytes", "saved_bytes", "repeat"}
+COLUMNS = {*POINT_KEYS, "pass", "seconds", "attention_s", "peak_bytes", "saved_bytes", "repeat"}
 PIECES = ("layers", "first", "last", "whole")
 
 
@@ -59,6 +59,24 @@ def test_every_piece_is_measured_forward_and_backward(benches, module, piece):
     assert (frame["seconds"] > 0).all()
     assert (frame["peak_bytes"] >= frame["saved_bytes"]).all()
     assert frame["num_items"][0] == (3 if module == "vision" else 0)
+
+
+def test_an_llms_layers_say_which_of_their_forwards_seconds_are_of_attention(benches):
+    """Of one segment of 2,000 tokens it takes more than of forty."""
+    one, forty = (
+        measure(benches["llm"], point_of("llm", "layers", 2000, depth=4, segments=segments))
+        for segments in ((2000,), (50,) * 40)
+    )
+    for frame in (one, forty):
+        assert 0 < frame["attention_s"][0] < frame["seconds"][0]
+        assert frame["attention_s"][1] is None
+    assert one["attention_s"][0] > 2 * forty["attention_s"][0]
+    others = [point_of("llm", "layers", 32, checkpointing=True), point_of("llm", "whole", 32)]
+    for frame in (
+        measure(benches["vision"], point_of("vision", "layers", 3)),
+        *(measure(benches["llm"], own) for own in others),
+    ):
+        assert frame["attention_s"].null_count() == 2
 
 
 @pytest.mark.parametrize("module", ["vision", "llm"])
