@@ -89,12 +89,13 @@ class CostModel(FittedCosts):
             share, _ = self.passing.get((module, layout), (1.0, 1.0))
             backward["passing_layer"] = share * backward["layer"]
             backward["offloaded_passing_layer"] = backward["passing_layer"]
-            backward["recomputed_passing_layer"] = forward["layer"] + backward["passing_layer"]
+            again = backward["recomputed_layer"].without(backward["layer"])
+            backward["recomputed_passing_layer"] = (backward["passing_layer"] + again).merged()
             if (module, layout) in self.attention_bytes:
                 attention = self._attention(module, layout)
                 for passing in ("", "passing_"):
-                    again = backward[f"recomputed_{passing}layer"]
-                    backward[f"attention_kept_{passing}layer"] = again.without(attention)
+                    recomputed = backward[f"recomputed_{passing}layer"]
+                    backward[f"attention_kept_{passing}layer"] = recomputed.without(attention)
             self._parts[module, layout] = forward, backward
         return self._parts[module, layout]
 

@@ -308,8 +308,14 @@ def test_tables_without_a_fit_are_refused(tmp_path):
 
 
 def test_a_stage_is_charged_for_its_trained_layers_those_that_pass_gradients_on_and_those_without_a_backward(costs):
+    """Recomputing adds 0.7 of a forward, whether the layer is trained or passes gradients on."""
+    key = ("llm", LayoutKey(), "layer")
+    again = costs.times[*key, False, "backward"] + 0.7 * costs.times[*key, False, "forward"]
     costs = dataclasses.replace(
-        costs, passing={("llm", LayoutKey()): (0.5, 0.25)}, partial_bytes={("llm", LayoutKey(), "layer"): 7.0}
+        costs,
+        times=costs.times | {(*key, True, "backward"): again},
+        passing={("llm", LayoutKey()): (0.5, 0.25)},
+        partial_bytes={("llm", LayoutKey(), "layer"): 7.0},
     )
     forward, backward = (
         {part: form(llm_loads(300, 40)) for part, form in forms.items()}
@@ -320,7 +326,7 @@ def test_a_stage_is_charged_for_its_trained_layers_those_that_pass_gradients_on_
     modules = [SimpleNamespace(name="vision", num_layers=2), SimpleNamespace(name="llm", num_layers=8)]
     first, second = stage_kinds("llm", LayoutKey(), (4, 4), (0, 2), TrainedSet(named=named).among(modules))
     assert (first.num_whole, second.num_whole) == (1, 2)
-    for kind, layers_s in ((first, backward["layer"]), (second, (2.5 + 1) * backward["layer"] + 2 * forward["layer"])):
+    for kind, layers_s in ((first, backward["layer"]), (second, 3.5 * backward["layer"] + 1.4 * forward["layer"])):
         own = {part: count for part, count in kind.parts if "layer" not in part}
         in_forward, in_backward = costs.stage_time(kind, llm_loads(300, 40))
         assert in_forward == pytest.approx(4 * forward["layer"] + sum(forward[part] for part in own))
