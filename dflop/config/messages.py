@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from dflop.base import way_out_of
+from dflop.base import printable, way_out_of
 from dflop.config.schema import Config, FixedPlan
 from dflop.plan.schedules import REMOVED_SCHEDULES
 
@@ -27,7 +27,7 @@ def message_of(error: Mapping[str, Any]) -> str:
     known = _keys_of(FixedPlan) if is_no_module else []
     if kind in (UNKNOWN_KEY, "invalid_key") or difflib.get_close_matches(str(place[-1]), known):
         known = known or _keys_of(_section_at(place[:-1]))
-        way_out = way_out_of(str(place[-1]), known, key.removesuffix(str(place[-1])))
+        way_out = way_out_of(str(place[-1]), known, key.removesuffix(printable(str(place[-1]))))
         return f"unknown key `{key}` (value {value!r}); {way_out}"
     if kind == "value_error":
         return f"`{key}` {error['ctx']['error']}"
@@ -52,7 +52,8 @@ def _key_at(place: _Place) -> str:
     """A key in full, as `data.sources[1].path`. Modules stand beside the other keys of `plan.fixed`."""
     if place[0:3:2] == ("plan", "modules"):
         place = place[:2] + place[3:]
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in place).removeprefix(".")
+    names = (f"[{name}]" if isinstance(name, int) else f".{printable(name)}" for name in place)
+    return "".join(names).removeprefix(".")
 
 
 def _section_at(place: _Place) -> type | None:

@@ -75,6 +75,7 @@ def leaf_keys(section: type, prefix: str = "") -> list[str]:
             "did you mean `data.sources[1].path`?",
         ),
         ({1: 2}, "`1`", "known here: run, seed"),
+        ({"train": {"a\nb": 1}}, "`train.a\\nb`", "known here: global_batch_size, steps"),
     ],
 )
 def test_an_unknown_key_is_named_in_full_with_what_was_probably_meant(config, name, way_out):
