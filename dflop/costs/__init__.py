@@ -7,7 +7,7 @@
 from dflop.costs.fit import fit_costs
 from dflop.costs.gradient_sync import hidden_sync_shares, sync_bytes
 from dflop.costs.launch_bound import launch_bound_load
-from dflop.costs.link_model import Link, LinkModel, fit_links, measured_communicator_bytes, read_links
+from dflop.costs.link_model import HOST, Link, LinkModel, fit_links, measured_communicator_bytes, read_links
 from dflop.costs.measured import Measured, read_measured, require_parquet, write_measured
 from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
@@ -25,6 +25,7 @@ BEYOND_MEASURED = (
 __all__ = [
     "ALL_PARTS",
     "BEYOND_MEASURED",
+    "HOST",
     "KEPT_PARTS",
     "NO_WORKING_BYTES",
     "PARTS",

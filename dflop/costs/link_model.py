@@ -1,4 +1,5 @@
-"""The time of a transfer between ranks: a latency and a bandwidth for each kind of link, fitted to measured times.
+"""The time of a transfer between ranks, or to the host's memory: a latency and a bandwidth for each kind of link,
+fitted to measured times.
 
 `links.py` measures, and `schedule` uses the result. Where `LinkModel` has no link (with analytic costs, or for a scope
 that the measured cluster did not have), `schedule` takes the configured bandwidths.
@@ -16,10 +17,12 @@ import polars as pl
 from dflop.base import UserError
 from dflop.store import LINK_MODEL_SCHEMA, LINKS_SCHEMA, read_parquet
 
-__all__ = ["COMMUNICATOR", "Link", "LinkModel", "fit_links", "measured_communicator_bytes", "read_links"]
+__all__ = ["COMMUNICATOR", "HOST", "Link", "LinkModel", "fit_links", "measured_communicator_bytes", "read_links"]
 
 # The kind of rows whose `num_bytes` are those that a communicator takes of a GPU, and `seconds` those to make it.
 COMMUNICATOR = "communicator"
+# The kind of a device's link to its host's memory, while all devices of a node copy.
+HOST = "host"
 
 _Bytes = TypeVar("_Bytes", float, np.ndarray)
 
@@ -37,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """`fitted[kind, scope, num_ranks]`: kind p2p, exchange or gradient_sync, scope intra (one node) or inter
+    """`fitted[kind, scope, num_ranks]`: kind host, p2p, exchange or gradient_sync, scope intra (one node) or inter
     (several)."""
 
     fitted: dict[tuple[str, str, int], Link] = field(default_factory=dict)
@@ -56,15 +59,16 @@ class LinkModel:
         A gradient sync is a reduce-scatter of gradients and an all-gather of parameters. It is scaled to n ranks as a
         ring, which takes 2(n - 1) steps of 1/n of the bytes each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
         algorithms for clusters of workstations", 2009). The bytes of an exchange are those that come to a rank: their
-        time hardly depends on how many ranks send them.
+        time hardly depends on how many ranks send them. Nor are links to the host scaled.
         """
         measured = [size for known, where, size in self.fitted if (known, where) == (kind, scope)]
         if not measured:
             return None
         nearest = min(measured, key=lambda size: (abs(math.log(size / num_ranks)), size))
-        link, more_steps = self.fitted[kind, scope, nearest], (num_ranks - 1) / (nearest - 1)
-        if kind == "exchange":
+        link = self.fitted[kind, scope, nearest]
+        if kind in (HOST, "exchange"):
             return link
+        more_steps = (num_ranks - 1) / (nearest - 1)
         return Link(link.latency_s * more_steps, link.bytes_per_s / more_steps * num_ranks / nearest)
 
 

@@ -1,5 +1,5 @@
-"""Measuring the links between ranks: the seconds of transfers and gradient syncs by size, with training's backend, and
-the memory of a communicator on GPUs.
+"""Measuring links: the seconds of transfers between ranks and of gradient syncs by size, with training's backend, those
+of copies to the host's memory and back, and the memory of a communicator on GPUs.
 
 torchrun starts `python -m dflop.costs.links REQUEST` (JSON) on every device of the cluster; rank 0 writes the
 Parquet file. One group of ranks measures at a time, and all ranks learn each result, so that they agree on when
@@ -24,7 +24,7 @@ from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.base.local_device import local_device
 from dflop.base.message_group import message_group
 from dflop.base.rendezvous import join_ranks, leave_ranks
-from dflop.costs.link_model import COMMUNICATOR
+from dflop.costs.link_model import COMMUNICATOR, HOST
 from dflop.models.microbatch import Exchange
 from dflop.models.shared_samples import exchanged
 from dflop.store import LINKS_SCHEMA, write_parquet
@@ -44,7 +44,7 @@ _ROW = 32  # values of an exchanged row: 1 KiB is one row for each of seven othe
 
 @dataclass(frozen=True, slots=True)
 class LinkGroup:
-    """Ranks to measure together; `kind` is p2p, exchange or gradient_sync, `scope` intra (one node) or inter
+    """Ranks to measure together; `kind` is host, p2p, exchange or gradient_sync, `scope` intra (one node) or inter
     (several)."""
 
     kind: str
@@ -54,11 +54,11 @@ class LinkGroup:
 
 def groups_to_measure(num_nodes: int, per_node: int) -> list[LinkGroup]:
     """A pair, then 2, 4, … and all ranks: first inside a node, then over nodes. Inside a node, as many as may share a
-    sample also exchange keys and values.
+    sample also exchange keys and values, and before all else each copies to the host's memory.
 
     Ranks are consecutive, as a stage's replicas are. Small groups over nodes have half of their ranks on either node.
     """
-    groups = []
+    groups = [LinkGroup(HOST, "intra", tuple(range(per_node)))]
     if per_node > 1:
         groups.append(LinkGroup("p2p", "intra", (0, 1)))
         sizes = (size for size in (2, 4, 8) if size <= per_node)
@@ -154,6 +154,8 @@ def _time_once(group: LinkGroup, members: dist.ProcessGroup, values: torch.Tenso
     """
     if group.kind == "exchange":
         return _time_exchange(members, values)
+    if group.kind == HOST:
+        return _time_copies(members, values)
     if group.kind == "gradient_sync":
         dist.barrier(members)
         started = _now(values.device)
@@ -190,6 +192,16 @@ def _time_exchange(members: dist.ProcessGroup, received: torch.Tensor) -> float:
     started = _now(own.device)
     torch.cat([own, exchanged(own, exchange)]).index_select(0, order)
     return _now(own.device) - started
+
+
+def _time_copies(members: dist.ProcessGroup, values: torch.Tensor) -> float:
+    """Seconds of a copy to the host's memory, half of those of one there and one back, while all members copy."""
+    kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    dist.barrier(members)
+    started = _now(values.device)
+    kept.copy_(values, non_blocking=True)
+    values.copy_(kept, non_blocking=True)
+    return (_now(values.device) - started) / 2
 
 
 def _now(device: torch.device) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflop.balance import LPT
 from dflop.config import Config, host_bytes_per_s
-from dflop.costs import CostModel
+from dflop.costs import HOST, CostModel
 from dflop.models import ModelSpec
 from dflop.models.loads import Loads, main_load
 from dflop.plan import Plan
@@ -47,7 +47,8 @@ def search_offloading(
     """What was `found`, with plans that offload layers if these are faster. `search` searches with other costs.
 
     Raises:
-        UserError: if no data sheet of the cluster's devices says how fast their links to the host are.
+        UserError: if links to the host were not measured, and no data sheet of the cluster's devices says how fast they
+            are.
     """
     if not found.candidates[0].plan.checkpointing and found.larger is None:
         return found  # nor would more memory bring anything
@@ -76,7 +77,8 @@ class _Offloading:
         self._limit_bytes = config.cluster.memory_gib * 2**30
         self._host_bytes = config.cluster.host_memory_gib * 2**30 / config.cluster.devices_per_node
         self._enough = JustEnough(spec, config.model.trained, self._limit_bytes)
-        self._bytes_per_s = _LINK_SHARE * host_bytes_per_s(config.cluster)
+        measured = costs.links.find(HOST, "intra", config.cluster.devices_per_node)
+        self._bytes_per_s = _LINK_SHARE * (measured.bytes_per_s if measured else host_bytes_per_s(config.cluster))
         # By module and layout: how many times a layer's forward the copies of its saved tensors take.
         self._copy_of_forward = {
             (module.name, layout): self._ratio(module.name, layout)

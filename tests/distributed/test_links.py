@@ -28,12 +28,12 @@ def test_two_ranks_measure_their_link_over_sizes(tmp_path):
     out, log = tmp_path / "costs/links.parquet", tmp_path / "log"
     code = run_command(arguments_of(out, "--max-bytes", str(2**20), devices_per_node=2), log)
     assert code == 0, log.read_text()
-    assert "36 measurements" in log.read_text()
+    assert "48 measurements" in log.read_text()
     frame = pl.read_parquet(out)
     assert frame.schema == LINKS_SCHEMA
     assert sorted(frame.drop("seconds").rows()) == sorted(
         (kind, "intra", 2, size, repeat)
-        for kind in ("p2p", "exchange", "gradient_sync")
+        for kind in ("host", "p2p", "exchange", "gradient_sync")
         for size in SIZES
         for repeat in range(2)
     )
@@ -95,16 +95,18 @@ def test_nodes_of_a_slurm_step_measure_inside_one_of_them_and_between_them(tmp_p
     """Rank 0 takes no part in the group at their border."""
     frame = measure_briefly(tmp_path, num_nodes=2, per_node=2)
     assert frame.select("kind", "scope", "num_ranks").unique(maintain_order=True).rows() == [
-        *(("p2p", "intra", 2), ("exchange", "intra", 2), ("gradient_sync", "intra", 2)),
+        *(("host", "intra", 2), ("p2p", "intra", 2), ("exchange", "intra", 2), ("gradient_sync", "intra", 2)),
         *(("p2p", "inter", 2), ("gradient_sync", "inter", 2), ("gradient_sync", "inter", 4)),
     ]
     assert (frame["seconds"] > 0).all()
 
 
-def test_one_device_alone_leaves_an_empty_file_with_the_right_columns(tmp_path):
+def test_one_device_alone_has_a_link_to_the_host(tmp_path):
     frame = measure_briefly(tmp_path, num_nodes=1, per_node=1)
-    assert frame.equals(pl.DataFrame(schema=LINKS_SCHEMA))
-    assert frame.schema == LINKS_SCHEMA
+    assert frame.select("kind", "scope", "num_ranks", "num_bytes").rows() == [
+        ("host", "intra", 1, size) for size in (1024, 4096)
+    ]
+    assert (frame["seconds"] > 0).all()
 
 
 def test_several_nodes_of_gpus_want_srun(tmp_path):

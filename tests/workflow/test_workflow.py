@@ -97,6 +97,7 @@ def test_costs_hold_measurements_and_the_models_fitted_to_them(finished):
         assert len(read_table(path, table, made_by="")), table
     link_model = read_table(path, "link_model", made_by="")
     assert link_model.select("kind", "scope", "num_ranks").rows() == [
+        ("host", "intra", 2),
         ("p2p", "intra", 2),
         ("exchange", "intra", 2),
         ("gradient_sync", "intra", 2),

@@ -244,8 +244,10 @@ def load_bounds():
 
 
 def measured_links():
-    """The file of measured links; none if the costs are analytic, or if there is only one device."""
-    return [f"{RESULTS}/costs/links.parquet"] if is_measured() and CONFIG.cluster.num_devices > 1 else []
+    """The file of measured links; none if the costs are analytic, or if there is only one device, which offloads
+    nothing."""
+    has_links = CONFIG.cluster.num_devices > 1 or CONFIG.cluster.host_memory_gib is not None
+    return [f"{RESULTS}/costs/links.parquet"] if is_measured() and has_links else []
 
 
 def measured_loading():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflop.base import UserError
 from dflop.costs import CostModel, Link, LinkModel, fit_costs, fit_links, measured_communicator_bytes, read_links
-from dflop.costs.links import communicator_row, groups_to_measure, sizes_up_to
+from dflop.costs.links import LinkGroup, communicator_row, groups_to_measure, sizes_up_to
 from dflop.store import LINKS_SCHEMA, read_table
 
 SIZES = sizes_up_to(64 * 2**20)
@@ -172,6 +172,7 @@ def test_every_scope_of_a_cluster_is_measured_once_from_pairs_to_all_ranks(num_n
     assert len({(group.kind, group.scope, len(group.ranks)) for group in groups}) == len(groups)
     largest = {"intra": per_node, "inter": num_nodes * per_node}
     expected = {scope for scope, exists in (("intra", per_node > 1), ("inter", num_nodes > 1)) if exists}
+    assert groups.pop(0) == LinkGroup("host", "intra", tuple(range(per_node)))
     assert {group.scope for group in groups} == expected
     for group in groups:
         assert group.ranks == tuple(range(group.ranks[0], group.ranks[-1] + 1))

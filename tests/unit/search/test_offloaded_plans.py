@@ -7,6 +7,7 @@ from spaces import make_config
 
 from dflop.balance import LPT
 from dflop.base import UserError
+from dflop.costs import HOST, Link, LinkModel
 from dflop.plan import Grid, Plan, plan_from_dict
 from dflop.report.charts.plans import is_plan, plan_labels
 from dflop.search import GroupedBatches, PlanPricer, candidates_frame
@@ -84,7 +85,18 @@ def test_where_all_fits_nothing_is_offloaded(search):
     assert search(with_host_memory(roomy, 64.0)).best.plan == search(roomy).best.plan
 
 
+def test_the_measured_link_counts_and_not_the_data_sheets(tight, search, costs):
+    """One that carries nearly nothing offloads nothing; no device is known by the name `mine`."""
+    config = with_host_memory(replace(tight, cluster=replace(tight.cluster, device_model="mine")), 64.0)
+    num_offloaded = []
+    for bytes_per_s in (1.0, 1e12):
+        links = LinkModel({(HOST, "intra", 8): Link(0.0, bytes_per_s)})
+        plan = search(config, costs=replace(costs, links=links)).best.plan
+        num_offloaded.append(sum(sum(grid.offloaded) for grid in plan.grids))
+    assert num_offloaded[0] == 0 < num_offloaded[1]
+
+
 def test_a_device_without_a_data_sheet_has_no_known_link(tight, search):
     unknown = with_host_memory(replace(tight, cluster=replace(tight.cluster, device_model="mine")), 64.0)
-    with pytest.raises(UserError, match=r"there is none of `cluster.device_model` 'mine': name another, give a sheet"):
+    with pytest.raises(UserError, match=r"there is no sheet of `cluster.device_model` 'mine': measure, name another"):
         search(unknown)
