@@ -67,8 +67,8 @@ SHARD_SCHEMA = pl.Schema(
     }
 )
 
-# One row a repeat: `kind` is host, p2p, exchange or gradient_sync, `scope` intra (one node) or inter (several). A row of
-# the kind communicator has the bytes of a GPU that one takes, and the seconds to make it.
+# One row a repeat: `kind` is host, p2p, exchange or gradient_sync, `scope` intra (one node) or inter (several). A row
+# of the kind communicator has the bytes of a GPU that one takes, and the seconds to make it.
 LINKS_SCHEMA = pl.Schema(
     {
         "kind": pl.String,
