@@ -18,7 +18,16 @@ from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.plan.trained import TrainedSet
 
-__all__ = ["Counts", "Levels", "Recomputed", "at_levels", "of_stages", "with_recomputed", "without_recomputed"]
+__all__ = [
+    "Counts",
+    "Levels",
+    "Recomputed",
+    "at_levels",
+    "of_stages",
+    "with_all_recomputed",
+    "with_recomputed",
+    "without_recomputed",
+]
 
 # By module, a level on each of its pipeline ranks, [pp].
 Counts = Mapping[str, np.ndarray]
@@ -90,6 +99,12 @@ def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_atten
     if is_everything:
         grids = [replace(grid, recomputed=()) for grid in grids]
     return replace(plan, grids=tuple(grids), checkpointing=True)
+
+
+def with_all_recomputed(plan: Plan) -> Plan:
+    """The plan with all layers recomputed as a whole."""
+    grids = tuple(replace(grid, recomputed=(), attention_kept=(), offloaded=()) for grid in plan.grids)
+    return replace(plan, grids=grids, checkpointing=True)
 
 
 def without_recomputed(plan: Plan) -> Plan:

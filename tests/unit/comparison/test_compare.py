@@ -24,6 +24,7 @@ from dflop.config import load_config
 from dflop.plan import PLACEMENTS
 from dflop.report.comparison import plot_comparison
 from dflop.schedule import Pricer
+from dflop.search.levels import with_all_recomputed
 
 
 def make_config(memory_gib: float, today: dict | None = None, devices: int = 4):
@@ -121,14 +122,14 @@ class _Refuses(Policy):
         return RANDOM.buckets(problem, rng)
 
 
-def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one(inputs):
+def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one_or_recomputes_all(inputs):
     fastest, next_one = SYSTEMS[0].plans(*inputs)[:2]
     system = System(name="tight", plans=lambda *_: [fastest, next_one], policy=_Refuses(2 * NUM_TRIED))
     row, _ = compare_systems(*inputs, num_batches=2, systems=[system])
     assert (row.plan, row.why_not, len(row.steps_s)) == (str(next_one.plan), None, 2)
     system = System(name="tight", plans=lambda *_: [fastest], policy=_Refuses(NUM_TRIED))
     alone, _ = compare_systems(*inputs, num_batches=2, systems=[system])
-    assert alone.plan is None
+    assert alone.plan == str(with_all_recomputed(fastest.plan))
 
 
 def test_the_layout_of_today_is_a_row_where_the_config_names_one():
