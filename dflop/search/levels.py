@@ -135,8 +135,11 @@ def of_stages(again: np.ndarray, kept: np.ndarray, layers: Sequence[int]) -> Rec
 
 def _in_turns(count: int, most: Sequence[int]) -> list[int]:
     """`count` divided into shares by handing it out one by one, none above its entry in `most`."""
-    shares = [0] * len(most)
-    while sum(shares) < min(count, sum(most)):
-        for place, end in enumerate(most):
-            shares[place] += sum(shares) < count and shares[place] < end
+    left, shares = min(count, sum(most)), [0] * len(most)
+    while left:
+        takers = [place for place, end in enumerate(most) if shares[place] < end][:left]
+        each = min(left // len(takers), *(most[place] - shares[place] for place in takers))
+        for place in takers:
+            shares[place] += each
+        left -= each * len(takers)
     return shares
