@@ -10,7 +10,8 @@ The scheduler, the loaders and the ranks all follow this file, so that each know
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -83,12 +84,22 @@ def _num_steps(shape: MediumShape) -> int:
     return (shape.count.grid[0] or shape.count.num_items) if shape.kind == "video" else 1
 
 
-@dataclass(frozen=True)
+class _Share(NamedTuple):
+    """What a share of a sample encodes by one encoder."""
+
+    num_items: int
+    num_tokens: int
+    sum_sq_items: float
+
+
 class SampleDivider:
     """Divides samples into shares, by the model's rules."""
 
-    spec: ModelSpec
-    audio: AudioConfig
+    def __init__(self, spec: ModelSpec, audio: AudioConfig) -> None:
+        self._encoders = spec.encoders
+        self._reader = ShapeReader(spec.rules, DataConfig(audio=audio))
+        # A scheduler tries several degrees, of which most samples have the same.
+        self._encoded = lru_cache(maxsize=4096)(self._shares_of)
 
     def divided(self, shapes: SampleShapes, degree: np.ndarray) -> SampleShapes:
         """The shapes with `degree` rows for each sample, [num_samples]: those of its shares, one after the other. All
@@ -107,29 +118,46 @@ class SampleDivider:
             llm_tokens=lengths.astype(whole.dtype),
             target_tokens=np.where(share == 0, made.target_tokens, 0),
         )
-        starts = np.cumsum(degree) - degree
-        for sample in np.flatnonzero((degree > 1) & (shapes.num_items.sum(axis=1) > 0)).tolist():
-            self._divide_media(made, shapes, sample, slice(int(starts[sample]), int(starts[sample] + degree[sample])))
+        with_media = np.flatnonzero((degree > 1) & (shapes.num_items.sum(axis=1) > 0)).tolist()
+        if with_media:
+            self._divide_media(made, shapes, degree, with_media)
         return made
 
-    def _divide_media(self, made: SampleShapes, shapes: SampleShapes, sample: int, rows: slice) -> None:
-        """Write what each of a sample's shares encodes into its rows of `made`."""
-        degree, media = rows.stop - rows.start, self._media_of(shapes, sample)
-        for column, encoder in enumerate(self.spec.encoders):
-            left = int(shapes.kept_tokens[sample, column])
-            for row, pieces in enumerate(pieces_of(media, encoder.media, degree), rows.start):
-                counts = [piece.of(media[piece.medium]).count for piece in pieces]
-                kept = min(left, sum(count.num_tokens for count in counts))
-                left -= kept
-                made.num_items[row, column] = sum(count.num_items for count in counts)
-                made.kept_tokens[row, column] = kept
-                if made.sum_sq_items is not None:
-                    made.sum_sq_items[row, column] = sum(count.sum_sq_items for count in counts)
+    def _divide_media(self, made: SampleShapes, shapes: SampleShapes, degree: np.ndarray, samples: list[int]) -> None:
+        """Write what each share of these samples encodes into its row of `made`."""
+        media, starts = shapes.media, np.cumsum(degree) - degree
+        assert media is not None, "only samples that can be divided are"
+        ends = np.cumsum(media.counts)
+        for sample in samples:
+            own = media.values[ends[sample] - media.counts[sample] : ends[sample]]
+            encoded = self._encoded(tuple(map(tuple, own.tolist())), int(degree[sample]))
+            for column, shares in enumerate(encoded):
+                left = int(shapes.kept_tokens[sample, column])
+                for row, share in enumerate(shares, int(starts[sample])):
+                    kept = min(left, share.num_tokens)
+                    left -= kept
+                    made.num_items[row, column], made.kept_tokens[row, column] = share.num_items, kept
+                    if made.sum_sq_items is not None:
+                        made.sum_sq_items[row, column] = share.sum_sq_items
 
-    def _media_of(self, shapes: SampleShapes, sample: int) -> list[MediumShape]:
-        """The shapes of a sample's media."""
-        assert shapes.media is not None, "only samples that can be divided are"
-        sizes = [MediumSize(*size) for size in shapes.media[np.array([sample])].values.tolist()]
+    def _shares_of(self, media: Sequence[tuple[int, ...]], degree: int) -> list[list[_Share]]:
+        """What each share of a sample with media of these sizes (`MediaSizes`) encodes, by encoder."""
+        sizes = [MediumSize(*size) for size in media]
         kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
-        reader = ShapeReader(self.spec.rules, DataConfig(audio=self.audio))
-        return [reader.stored(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]
+        num_images = kinds.count("image")
+        shapes = [self._reader.stored(kind, size, num_images) for kind, size in zip(kinds, sizes, strict=True)]
+        found = []
+        for encoder in self._encoders:
+            pieces = pieces_of(shapes, encoder.media, degree)
+            counts = [[piece.of(shapes[piece.medium]).count for piece in own] for own in pieces]
+            found.append(
+                [
+                    _Share(
+                        sum(count.num_items for count in own),
+                        sum(count.num_tokens for count in own),
+                        sum(count.sum_sq_items for count in own),
+                    )
+                    for own in counts
+                ]
+            )
+        return found
