@@ -53,6 +53,25 @@ def test_gradients_are_those_of_kept_layers(num_offloaded, num_recomputed, is_co
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+def test_a_layer_that_only_passes_gradients_on_is_offloaded_alike():
+    """It keeps less than a trained one, as no gradient of a weight needs its inputs."""
+    kept_bytes, gradients = [], []
+    for num_offloaded in (0, 3):
+        stage = build_llm(num_offloaded=num_offloaded)
+        for name in stage.layer_names[:2]:
+            stage.hf.get_submodule(name).requires_grad_(False)
+        with LiveBytes() as live:
+            loss = loss_of(stage)
+            kept_bytes.append(live.now)
+            loss.backward()
+        gradients.append(gradients_of(stage))
+    assert kept_bytes[1] < 0.6 * kept_bytes[0]
+    without, offloaded = ({name for name, own in of.items() if own is None} for of in gradients)
+    assert without == offloaded != set()
+    for name in gradients[0].keys() - without:
+        torch.testing.assert_close(gradients[1][name], gradients[0][name], rtol=1e-10, atol=1e-12, msg=name)
+
+
 def test_the_device_keeps_none_of_an_offloaded_layer():
     kept, peaks = [], []
     gc.collect()
