@@ -49,6 +49,10 @@ PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
 # Of the forward of a part `layer`, the seconds of attention.
 _ATTENTION = "attention"
 
+# Module, layout and whether layers are recomputed; the same of a part.
+_Key = tuple[str, LayoutKey, bool]
+_PartKey = tuple[str, LayoutKey, str, bool]
+_PASSING = "passing_backward", "passing_kept"
 # Seconds by module, layout, part, whether layers are recomputed, and pass.
 Times = dict[tuple[str, LayoutKey, str, bool, str], Coefficients]
 
@@ -112,12 +116,12 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
     Raises:
         UserError: when a module has too few points to fit.
     """
-    times, activations, transients, ranges = {}, {}, {}, {}
     at_once = {
         (row["module"], LayoutKey.of_row(row)): row.get("targets_at_once", math.inf)
         for row in parameters.iter_rows(named=True)
         if row["part"] == "last"
     }
+    times, activations, transients = {}, {}, {}
     for (module, *sizes, piece, checkpointing, direction), frame in points.filter(pl.col("piece") != "whole").group_by(
         "module", *LayoutKey.columns(), "piece", "checkpointing", "pass", maintain_order=True
     ):
@@ -128,48 +132,18 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
                 f"{module} {layout}: {len(frame)} {direction} points of {piece} at {depths} depth(s) are too few for a "
                 "fit; raise `costs.time_budget_s` and run `dflop profile-costs` again"
             )
-        keys = [(module, layout, part, checkpointing) for part in PIECES[piece]]
-        chunk = at_once.get((module, layout), math.inf) if piece == "last" else math.inf
+        key, chunk = (module, layout, checkpointing), at_once.get((module, layout), math.inf)
+        chunk = chunk if piece == "last" else math.inf
         if not checkpointing or source == "analytic":
-            known = None
-            if (piece, direction) == ("layers", "forward") and not frame["attention_s"].has_nulls():
-                known = fit_attention(frame, module)
-                times[module, layout, _ATTENTION, checkpointing, direction] = known
-            fitted = fit_piece(frame, module, piece, "seconds", chunk=chunk, known=known)
-            times |= {(*key, direction): fit for key, fit in zip(keys, fitted, strict=True)}
+            times |= {(*about, direction): fit for about, fit in _times_of(frame, key, piece, direction, chunk).items()}
         if direction == "forward":
-            activations |= dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes", chunk=chunk), strict=True))
-            passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
-            # Layers run one after the other: however many there are, only one at a time has transient bytes.
-            nothing = Coefficients(0.0, (0.0,) * len(FEATURES))
-            transients |= dict.fromkeys(keys, nothing)
-            only = PIECES[piece][-1:]
-            transients[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
+            kept, on_top = _bytes_of(frame, key, piece, chunk)
+            activations |= kept
+            transients |= on_top
     times = _recomputing(times, _repeated_shares(points, times)) | times
-    for (module, *sizes, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
-        "module", *LayoutKey.columns(), "checkpointing"
-    ):
-        layout = LayoutKey(*sizes)
-        own = points.filter(pl.col("module") == module, **layout._asdict())
-        bounds = [_bounds(own if feature == "num_targets" else layers, feature) for feature in FEATURES]
-        ranges[module, layout, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
-    sizes, partial = (
-        {
-            (row["module"], LayoutKey.of_row(row), row["part"]): row.get(column) or 0.0
-            for row in parameters.iter_rows(named=True)
-        }
-        for column in ("parameter_bytes", "adapter_bytes")
-    )
-    passing = {
-        (row["module"], LayoutKey.of_row(row)): (row["passing_backward"], row["passing_kept"])
-        for row in parameters.iter_rows(named=True)
-        if row.get("passing_backward") is not None
-    }
-    attention_bytes = {
-        (row["module"], LayoutKey.of_row(row)): row["attention_bytes"]
-        for row in parameters.iter_rows(named=True)
-        if row.get("attention_bytes") is not None
-    }
+    sizes, partial = (_by_part(parameters, column) for column in ("parameter_bytes", "adapter_bytes"))
+    shares, attention_bytes = (_by_layout(parameters, *of) for of in (_PASSING, ("attention_bytes",)))
+    ranges = _ranges(points)
     nothing_of_stages = {(module, layout, "stage"): 0.0 for module, layout, _ in ranges}
     return CostModel(
         times=times,
@@ -177,11 +151,64 @@ def fit_model(points: pl.DataFrame, parameters: pl.DataFrame, source: str = "mea
         transients=transients,
         parameter_bytes=sizes | nothing_of_stages,
         partial_bytes=partial | nothing_of_stages,
-        passing=passing,
-        attention_bytes=attention_bytes,
+        passing=shares,
+        attention_bytes={about: own for about, (own,) in attention_bytes.items()},
         ranges=ranges,
         source=source,
     )
+
+
+def _times_of(frame: pl.DataFrame, key: _Key, piece: str, direction: str, chunk: float) -> dict[_PartKey, Coefficients]:
+    """The seconds of each of the piece's parts, fitted to one pass's points."""
+    (module, layout, checkpointing), known, times = key, None, {}
+    if (piece, direction) == ("layers", "forward") and not frame["attention_s"].has_nulls():
+        known = _fit_attention(frame, module)
+        times[module, layout, _ATTENTION, checkpointing] = known
+    fits = fit_piece(frame, module, piece, "seconds", chunk=chunk, known=known)
+    return times | {(module, layout, part, checkpointing): fit for part, fit in zip(PIECES[piece], fits, strict=True)}
+
+
+def _bytes_of(frame: pl.DataFrame, key: _Key, piece: str, chunk: float) -> tuple[dict[_PartKey, Coefficients], ...]:
+    """The bytes that each of the piece's parts keeps, and those that it needs on top while it computes."""
+    module, layout, checkpointing = key
+    keys = [(module, layout, part, checkpointing) for part in PIECES[piece]]
+    kept = dict(zip(keys, fit_piece(frame, module, piece, "saved_bytes", chunk=chunk), strict=True))
+    passing = frame.with_columns(transient=(pl.col("peak_bytes") - pl.col("saved_bytes")).clip(0))
+    # Layers run one after the other: however many there are, only one at a time has transient bytes.
+    on_top = dict.fromkeys(keys, Coefficients(0.0, (0.0,) * len(FEATURES)))
+    only = PIECES[piece][-1:]
+    on_top[keys[-1]] = fit_piece(passing, module, piece, "transient", parts=only, chunk=chunk)[0]
+    return kept, on_top
+
+
+def _by_part(parameters: pl.DataFrame, column: str) -> dict[tuple[str, LayoutKey, str], float]:
+    """A column of the parameters' sizes, by module, layout and part."""
+    return {
+        (row["module"], LayoutKey.of_row(row), row["part"]): row.get(column) or 0.0
+        for row in parameters.iter_rows(named=True)
+    }
+
+
+def _by_layout(parameters: pl.DataFrame, *columns: str) -> dict[tuple[str, LayoutKey], tuple[float, ...]]:
+    """These columns, by module and layout, where they have values."""
+    return {
+        (row["module"], LayoutKey.of_row(row)): tuple(row[column] for column in columns)
+        for row in parameters.iter_rows(named=True)
+        if row.get(columns[0]) is not None
+    }
+
+
+def _ranges(points: pl.DataFrame) -> dict[tuple[str, LayoutKey, bool], LoadRange]:
+    """Between which loads each module's layers were measured."""
+    ranges = {}
+    for (module, *sizes, checkpointing), layers in points.filter(pl.col("piece") == "layers").group_by(
+        "module", *LayoutKey.columns(), "checkpointing"
+    ):
+        layout = LayoutKey(*sizes)
+        own = points.filter(pl.col("module") == module, **layout._asdict())
+        bounds = [_bounds(own if feature == "num_targets" else layers, feature) for feature in FEATURES]
+        ranges[module, layout, checkpointing] = LoadRange(*(tuple(bound[end] for bound in bounds) for end in (0, 1)))
+    return ranges
 
 
 def _recomputing(times: Times, repeated: Mapping[tuple[str, LayoutKey], float]) -> Times:
@@ -292,7 +319,7 @@ def fit_costs(
         _row(key, fit, "bytes")
         | {"kind": kind, "parameter_bytes": model.parameter_bytes[key[:3]]}
         | {"adapter_bytes": model.partial_bytes.get(key[:3], 0.0)}
-        | dict(zip(("passing_backward", "passing_kept"), model.passing.get(key[:2], (None, None)), strict=True))
+        | dict(zip(_PASSING, model.passing.get(key[:2], (None, None)), strict=True))
         | {"attention_bytes": model.attention_bytes.get(key[:2])}
         for kind, fits in (("activation", model.activations), ("transient", model.transients))
         for key, fit in fits.items()
@@ -309,7 +336,7 @@ def fit_costs(
         "memory_model": pl.DataFrame(
             memory,
             schema_overrides=dict.fromkeys(("hinge_at", "hinge_bytes"), _NUMBERS)
-            | dict.fromkeys(("passing_backward", "passing_kept", "attention_bytes"), pl.Float64),
+            | dict.fromkeys((*_PASSING, "attention_bytes"), pl.Float64),
         ),
         "load_range": pl.DataFrame(ranges),
         "fit_error": pl.concat(
@@ -363,7 +390,7 @@ def fit_piece(
     return [*fits[:-1], (fits[-1] + known).merged()] if known else fits
 
 
-def fit_attention(frame: pl.DataFrame, module: str) -> Coefficients:
+def _fit_attention(frame: pl.DataFrame, module: str) -> Coefficients:
     """The seconds of attention in a layer's forward, from one pass's points of layers."""
     of_layer = frame.with_columns(attention_s=pl.col("attention_s") / pl.col("num_layers"))
     return fit_piece(of_layer, module, "layers", "attention_s", parts=("layer",))[0]
