@@ -1,6 +1,7 @@
 """Over how many replicas long samples are computed: the search of plans, one size after the other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 
 from dflop.balance import LPT, Policy
 from dflop.base import UserError
@@ -49,26 +50,17 @@ def search_plans(
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
     """
-    batches = GroupedBatches(config, spec, costs, samples)
-    sizes = [1] if within or policy is not LPT else cp_sizes(config, batches)
-    # Where no sample is long the smallest size alone, and others only if nothing fits: replicas hold more together.
-    num_first = len(sizes) if _has_long_sample(config, spec, costs, batches) else 1
     how = {"policy": policy, "within": within, "splits_evenly": splits_evenly, "compares": compares}
-    found, trouble, num_before, num_plans = None, None, 0, 0
-
-    def go_on(done: int, total: int) -> None:
-        nonlocal num_plans
-        num_plans = num_before + total
-        progress(num_before + done, num_plans)
-
-    above = None
+    search = _BySize(config, spec, costs, samples, progress, how)
+    sizes = [1] if within or policy is not LPT else cp_sizes(config, search.divided(1))
+    # Where no sample is long the smallest size alone, and others only if nothing fits: replicas hold more together.
+    num_first = len(sizes) if _has_long_sample(config, spec, costs, search.divided(1)) else 1
+    found, trouble, above = None, None, None
     for number, cp in enumerate((*reversed(sizes[:num_first]), *sizes[num_first:])):
         if found and number >= num_first:
             break
-        num_before = num_plans
-        divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
         try:
-            own = search_with(config, spec, costs, divided, go_on, cp=cp, above=above, beside=found, **how)
+            own = search.of(cp, above, found)
         except UserError as error:
             trouble = error
             continue
@@ -76,22 +68,46 @@ def search_plans(
             above = cp
         if own is not None:
             found = own if found is None else found.merged(own)
-    is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    if found and config.cluster.host_memory_gib and not is_pinned and within is None and policy is LPT:
-        cp, num_before = found.best.plan.grid("llm").cp, num_plans
-        divided = GroupedBatches(config, spec, costs, samples, cp) if cp > 1 else batches
-
-        def search(lighter: CostModel, beside: SearchResult = found) -> SearchResult | None:
-            return search_with(config, spec, lighter, divided, go_on, cp=cp, above=None, beside=beside, **how)
-
-        found = search_offloading(config, spec, costs, divided, found, search)
     if found is None:
         raise trouble or UserError(
             f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
             "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
             "leave it out, or use a smaller one"
         )
+    is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
+    if config.cluster.host_memory_gib and not is_pinned and within is None and policy is LPT:
+        cp = found.best.plan.grid("llm").cp
+        found = search_offloading(config, spec, costs, search.divided(cp), found, partial(search.of, cp, None, found))
     return found
+
+
+class _BySize:
+    """Searches of plans with one `cp` each. They tell of their progress together."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        costs: CostModel,
+        samples: SampleShapes,
+        progress: Callable[[int, int], None],
+        how: Mapping[str, object],
+    ) -> None:
+        self._about, self._costs, self._how = (config, spec), costs, how
+        self._progress, self._num_before, self._num_plans = progress, 0, 0
+        self.divided = cache(partial(GroupedBatches, config, spec, costs, samples))
+
+    def of(
+        self, cp: int, above: int | None, beside: SearchResult | None, costs: CostModel | None = None
+    ) -> SearchResult | None:
+        """`search_with`, with other costs where some are given."""
+        self._num_before = self._num_plans
+        about = *self._about, costs or self._costs, self.divided(cp), self._go_on
+        return search_with(*about, cp=cp, above=above, beside=beside, **self._how)
+
+    def _go_on(self, done: int, total: int) -> None:
+        self._num_plans = self._num_before + total
+        self._progress(self._num_before + done, self._num_plans)
 
 
 def cp_sizes(config: Config, batches: GroupedBatches) -> list[int]:
