@@ -23,7 +23,7 @@ _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
 # How many divisions of batches into even buckets are kept.
 _MOST_KEPT = 1024
 # A share in the batches that plans are priced on has at most this part of what a device computes of a batch.
-SEARCH_FILL = 0.1
+SEARCH_FILL = 0.05
 
 
 class GroupedBatches:
