@@ -131,23 +131,23 @@ def balanced(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleS
 
 def divided_always(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, degree: int) -> float:
     """The mean step of the fastest plan that divides all samples, but the shortest, over so many replicas; infinite
-    where none fits. The plans with the least prices are scheduled."""
+    where none fits. As ours, it is chosen among those with the least prices, and holds an epoch's fullest batches."""
     with patched(grouped_batches, SEARCH_FILL=LEAST), patched(shared_batches, FILLS=(LEAST,)):
+        sized = with_sizes(config, [degree])
         try:
-            found = search_plans(with_sizes(config, [degree]), spec, costs, samples)
+            found = search_plans(sized, spec, costs, samples)
         except UserError:
             return np.inf
+        found = replace(found, candidates=found.candidates[:NUM_DIVIDED])
+        plan = with_finalists_scheduled(found, sized, spec, costs, samples).best.plan
+        pricer, steps = pricer_of(plan, config, spec, costs), []
         batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
-        means = []
-        for candidate in found.candidates[:NUM_DIVIDED]:
-            pricer, steps = pricer_of(candidate.plan, config, spec, costs), []
-            for step in range(NUM_BATCHES):
-                shapes = samples.take(batches[step])
-                loads_s = pricer.problem(shapes).loads_s
-                shared = shared_batches.with_shares(pricer, shapes, loads_s, config.schedule.search_trials, step)
-                steps.append(np.inf if shared is None else shared.step_s)
-            means.append(np.mean(steps))
-        return float(min(means))
+        for step in range(NUM_BATCHES):
+            shapes = samples.take(batches[step])
+            loads_s = pricer.problem(shapes).loads_s
+            shared = shared_batches.with_shares(pricer, shapes, loads_s, config.schedule.search_trials, step)
+            steps.append(np.inf if shared is None else shared.step_s)
+        return float(np.mean(steps))
 
 
 @contextlib.contextmanager
