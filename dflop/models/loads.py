@@ -27,6 +27,7 @@ class Loads(NamedTuple):
 _OF_TEXT = {
     "stage": ("num_tokens",),
     "layer": ("num_tokens", "sum_sq_tokens"),
+    "attention": ("num_tokens", "sum_sq_tokens"),
     "first": ("num_tokens",),
     "last": ("num_tokens", "num_targets"),
 }

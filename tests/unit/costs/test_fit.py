@@ -141,6 +141,15 @@ def test_a_recomputed_layer_repeats_attention_and_the_measured_share_of_the_rest
         assert found.times[layer](loads) == pytest.approx(again(loads), rel=0.02)
 
 
+def clocked(frames, attention: Coefficients):
+    """The measurements, with the seconds of attention in the forward of the LLM's layers."""
+    loads = frames.measurements.select(*FEATURES).to_numpy().astype(float).T
+    seconds = pl.Series(attention(Loads(*loads))) * frames.measurements["num_layers"]
+    has_any = (pl.col("module") == "llm") & (pl.col("piece") == "layers") & (pl.col("pass") == "forward")
+    column = pl.when(has_any & ~pl.col("checkpointing")).then(seconds)
+    return frames._replace(measurements=frames.measurements.with_columns(attention_s=column))
+
+
 @pytest.mark.parametrize("repeated", [1.0, 0.7])
 def test_clocked_attention_is_spared_whole_where_it_takes_more_than_its_squares(costs, measure_as, repeated):
     """Tokens of long microbatches take longer in attention than the first ones do, however long their segments are."""
@@ -149,17 +158,7 @@ def test_clocked_attention_is_spared_whole_where_it_takes_more_than_its_squares(
     others, backward = Coefficients(5e-5, (0, 4e-6, 0, 0)), costs.times[keys["backward"]]
     again = ("llm", LayoutKey(), "layer", True, "backward")
     made = {keys["forward"]: others + attention, again: backward + attention + repeated * others}
-    frames = measure_as(dataclasses.replace(costs, times=costs.times | made))
-    clocked = (pl.col("module") == "llm") & (pl.col("piece") == "layers") & (pl.col("pass") == "forward")
-    loads = frames.measurements.select(*FEATURES).to_numpy().astype(float).T
-    seconds = pl.Series(attention(Loads(*loads))) * frames.measurements["num_layers"]
-    found = fitted(
-        frames._replace(
-            measurements=frames.measurements.with_columns(
-                attention_s=pl.when(clocked & ~pl.col("checkpointing")).then(seconds)
-            )
-        )
-    )
+    found = fitted(clocked(measure_as(dataclasses.replace(costs, times=costs.times | made)), attention))
     for tokens, length in ((200.0, 200.0), (2000.0, 2000.0), (2000.0, 50.0)):
         at = Loads(*(np.array(load) for load in (0.0, tokens, tokens * length, 0.0)))
         forward_s, backward_s = found.part_times("llm", LayoutKey(), at)
@@ -262,8 +261,11 @@ def test_analytic_costs_claim_no_error(costs, measure_as):
     assert fit(measure_as(costs), "analytic")["fit_error"].is_empty()
 
 
-def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(costs, measure_as, tmp_path):
+@pytest.mark.parametrize("is_clocked", [False, True])
+def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(costs, measure_as, tmp_path, is_clocked):
     frames = measure_as(costs)
+    if is_clocked:
+        frames = clocked(frames, Coefficients(1e-5, (0, 1e-6, 1e-9, 0), (Hinge(1, 600.0, 1e-6),)))
     frames.write(tmp_path / "costs.duckdb", fit(frames))
     loaded = CostModel.load(tmp_path / "costs.duckdb")
     assert loaded == fitted(frames)
