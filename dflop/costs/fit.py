@@ -227,17 +227,21 @@ def _recomputing(times: Times, repeated: Mapping[tuple[str, LayoutKey], float]) 
 def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, LayoutKey], float]:
     """How much of a layer's forward is added to backward where the layer is recomputed, at most 1, beside attention:
     compiled, it leaves out the last product, and layers that are kept repeat pointwise results as well. It is the
-    median over the longest microbatches: the seconds of short ones are of launches."""
+    median over the longest microbatches, as the seconds of short ones are of launches, but no longer ones than were
+    measured without recomputing."""
     shares = {}
     again = pl.col("checkpointing") & (pl.col("piece") == "layers") & (pl.col("pass") == "backward")
+    kept_layers = points.filter(~pl.col("checkpointing") & (pl.col("piece") == "layers"))
     for (module, *sizes), frame in points.filter(again).group_by("module", *LayoutKey.columns()):
-        layout, loads, depths = LayoutKey(*sizes), measured_loads(frame), frame["num_layers"].to_numpy()
+        layout, load = LayoutKey(*sizes), main_load(module)
+        most = kept_layers.filter(pl.col("module") == module, **layout._asdict())[load].max()
+        frame = frame.filter(pl.col(load) <= most)
+        loads, depths = measured_loads(frame), frame["num_layers"].to_numpy()
         attention, others = _attention_and_others(times, module, layout)
         kept = times[module, layout, "layer", False, "backward"] + attention
         kept_s = times[module, layout, "stage", False, "backward"](loads) + depths * kept(loads)
         others_s, added_s = depths * others(loads), frame["seconds"].to_numpy() - kept_s
-        sizes = frame[main_load(module)].to_numpy()
-        longest = (sizes >= sizes.max() / 2) & (others_s > 0)
+        longest = (frame[load] >= (frame[load].max() or 0) / 2).to_numpy() & (others_s > 0)
         if longest.any():
             shares[module, layout] = float(np.clip(np.median(added_s[longest] / others_s[longest]), 0.0, 1.0))
     return shares
@@ -391,7 +395,8 @@ def fit_piece(
 
 
 def _fit_attention(frame: pl.DataFrame, module: str) -> Coefficients:
-    """The seconds of attention in a layer's forward, from one pass's points of layers."""
+    """The seconds of attention in a layer's forward, from one pass's points of layers: a constant, and what grows with
+    tokens and with squared lengths, so that it holds for longer segments than were measured."""
     of_layer = frame.with_columns(attention_s=pl.col("attention_s") / pl.col("num_layers"))
     return fit_piece(of_layer, module, "layers", "attention_s", parts=("layer",))[0]
 
@@ -403,13 +408,12 @@ def _columns(
     sizes, ramps = np.unique(loads[:, along]), set()
     is_beyond = sizes.max() > chunk
     num_hinges = min(_NUM_HINGES, len(sizes) // 2)
-    is_time = target in ("seconds", "attention_s")
-    is_bent = len(sizes) >= (_LEAST_BENT_SIZES if is_time else 2 * _NUM_HINGES)
-    if is_bent and target != "saved_bytes" and part != "stage":
+    is_bent = len(sizes) >= (_LEAST_BENT_SIZES if target == "seconds" else 2 * _NUM_HINGES)
+    if is_bent and target not in ("saved_bytes", "attention_s") and part != "stage":
         hinges = np.quantile(sizes, np.linspace(0, 1, num_hinges + 2)[1:-1])
-        ramps = {(float(at), math.inf) for at in hinges if is_time or not is_beyond}
+        ramps = {(float(at), math.inf) for at in hinges if target == "seconds" or not is_beyond}
     if is_beyond:
-        ramps |= {(chunk, math.inf)} if is_time else {(0.0, chunk)}
+        ramps |= {(chunk, math.inf)} if target == "seconds" else {(0.0, chunk)}
         ramps |= {(chunk, 2 * chunk)} if target == "transient" else set()
     features = tuple(FEATURES.index(load) for load in loads_behind(module, part))
     return _Columns(part, along, features, times, tuple(sorted(ramps)))
