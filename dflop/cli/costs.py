@@ -125,7 +125,7 @@ def _measure_costs(config, spec, module: str, tp: int, bounds: Path | None, out:
 )
 @click.option("--out", type=FILE, required=True, help="Parquet file to write.")
 def profile_links(configs: tuple[str, ...], max_bytes: int, out: Path) -> None:
-    """Time transfers and gradient syncs between the cluster's devices: torchrun on all of them."""
+    """Time transfers and gradient syncs between the cluster's devices, and copies to their hosts: torchrun on all."""
     from dflop.base.first_node import last_words_told
 
     with last_words_told(out.parent):

@@ -1,7 +1,7 @@
 """Each system's step time on the same batches, costs and cluster, by the same simulator."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -23,7 +23,7 @@ __all__ = [
     "OURS",
     "SystemRow",
     "compare_systems",
-    "plans_by_speed",
+    "fastest_that_fits",
     "row_of_schedules",
     "scheduled_by",
 ]
@@ -96,53 +96,49 @@ def _row_of(
     shapes: Mapping[int, SampleShapes],
     steps: range,
 ) -> SystemRow:
-    pricers, why_not = plans_by_speed(system, config, spec, costs, samples, shapes)
-    for pricer in pricers:
-        try:
-            schedules = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
-        except UserError as error:  # a plan that the system's own assignments of these batches do not fit into
-            why_not = f"{pricer.plan}: {error}"
-        else:
-            return row_of_schedules(system.name, pricer, schedules)
-    return SystemRow(name=system.name, why_not=why_not)
+    try:
+        return row_of_schedules(system.name, *fastest_that_fits(system, config, spec, costs, samples, shapes, steps))
+    except UserError as error:
+        return SystemRow(name=system.name, why_not=str(error))
 
 
-def plans_by_speed(
+def fastest_that_fits(
     system: System,
     config: Config,
     spec: ModelSpec,
     costs: CostModel,
     samples: SampleShapes,
     shapes: Mapping[int, SampleShapes],
-) -> tuple[list[Pricer], str]:
-    """The pricers of a system's plans, the fastest first, and why a system without any has none.
+    steps: Iterable[int],
+) -> tuple[Pricer, list[StepSchedule]]:
+    """The pricer of the system's fastest plan that holds the batches of these steps, and its schedules of them.
 
     A plan's speed is its mean step time over the first `NUM_TRIED` batches of `shapes`, assigned by the system's own
-    policy. A plan is left out if an assignment cannot be made to fit into memory. Last come the plans with all layers
-    recomputed: whoever runs out of memory does that. They are tried only where no other plan is left.
-    """
-    try:
-        plans = [candidate.plan for candidate in system.plans(config, spec, costs, samples)]
-    except UserError as error:
-        return [], str(error)
-    why_not = "no plan of the kind fits into memory"
+    policy. Where no plan fits, all layers are recomputed, unless the system rules it out: whoever runs out of memory
+    does that.
 
-    def by_speed(pricers: Sequence[Pricer]) -> list[Pricer]:
-        nonlocal why_not
+    Raises:
+        UserError: saying why no plan fits.
+    """
+    plans = {str(plan): plan for plan in (own.plan for own in system.plans(config, spec, costs, samples))}
+    again = {str(plan): plan for plan in map(with_all_recomputed, plans.values())} if system.recomputes(config) else {}
+    why_not = "no plan of the kind fits into memory"
+    for some in (plans, {name: plan for name, plan in again.items() if name not in plans}):
         tried: list[tuple[float, Pricer]] = []
-        for pricer in pricers:
+        for plan in some.values():
+            pricer = pricer_of(plan, config, spec, costs)
             try:
-                steps = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
+                first = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
             except UserError as error:
                 why_not = str(error)
             else:
-                tried.append((fmean(step.step_s for step in steps), pricer))
-        return [pricer for _, pricer in sorted(tried, key=lambda pair: pair[0])]
-
-    again = {str(plan): plan for plan in map(with_all_recomputed, plans)}
-    first, last = ([pricer_of(plan, config, spec, costs) for plan in some] for some in (plans, again.values()))
-    fitting = by_speed(first)
-    return ([*fitting, *last] if fitting else by_speed(last)), why_not
+                tried.append((fmean(step.step_s for step in first), pricer))
+        for _, pricer in sorted(tried, key=lambda pair: pair[0]):
+            try:
+                return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
+            except UserError as error:  # a plan that the system's own assignments of these batches do not fit into
+                why_not = f"{pricer.plan}: {error}"
+    raise UserError(why_not)
 
 
 def scheduled_by(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:

@@ -40,13 +40,15 @@ class System:
     """One way to train, by its published description: `plans` finds its possible plans, `policy` groups a batch.
 
     Of several plans, the system gets the one that is fastest with its own `policy`. `baseline` is its name among the
-    baselines of `plan.yaml`; None where it is not one of them.
+    baselines of `plan.yaml`; None where it is not one of them. `recomputes` says whether it may recompute all layers
+    where its plans do not fit.
     """
 
     name: str
     plans: PlanChoice
     policy: Policy
     baseline: str | None = None
+    recomputes: Callable[[Config], bool] = lambda _: True
 
 
 def fastest_of(

@@ -32,7 +32,7 @@ import yaml
 
 from dflop.base import UserError
 from dflop.checks.side_by_side import Clocked, Contender, contenders, counted_steps, measure_rows
-from dflop.comparison.compare import NUM_TRIED, plans_by_speed, scheduled_by
+from dflop.comparison.compare import NUM_TRIED, fastest_that_fits
 from dflop.comparison.systems.fsdp_balanced import SYSTEM as BALANCED
 from dflop.config import Config, load_config
 from dflop.costs import CostModel
@@ -121,12 +121,11 @@ def balanced(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleS
     """The mean step of FSDP with our sampler; infinite where it does not fit."""
     batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     shapes = {step: samples.take(batches[step]) for step in range(NUM_TRIED)}
-    pricers, _ = plans_by_speed(BALANCED, config, spec, costs, samples, shapes)
-    if not pricers:
+    try:
+        _, steps = fastest_that_fits(BALANCED, config, spec, costs, samples, shapes, range(NUM_BATCHES))
+    except UserError:
         return np.inf
-    steps = range(NUM_BATCHES)
-    mean = np.mean([scheduled_by(BALANCED, pricers[0], shapes[step], config.seed, step).step_s for step in steps])
-    return float(mean)
+    return float(np.mean([step.step_s for step in steps]))
 
 
 def divided_always(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, degree: int) -> float:

@@ -12,9 +12,8 @@ from dflop.comparison.compare import (
     NUM_TRIED,
     OURS,
     SystemRow,
-    plans_by_speed,
+    fastest_that_fits,
     row_of_schedules,
-    scheduled_by,
 )
 from dflop.comparison.system import System
 from dflop.config import Config
@@ -88,18 +87,14 @@ def _of_system(
     num_steps: int,
     counted: range,
 ) -> Contender:
-    pricers, why_not = plans_by_speed(system, config, spec, costs, samples, shapes)
-    for pricer in pricers:
-        if pricer.plan.world_size != num_ranks:
-            reason = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
-            return Contender(SystemRow(name=system.name, why_not=reason))
-        try:
-            schedules = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in range(num_steps)]
-        except UserError as error:
-            why_not = str(error)
-        else:
-            return _contender(system.name, pricer, schedules, counted)
-    return Contender(SystemRow(name=system.name, why_not=why_not))
+    try:
+        pricer, schedules = fastest_that_fits(system, config, spec, costs, samples, shapes, range(num_steps))
+    except UserError as error:
+        return Contender(SystemRow(name=system.name, why_not=str(error)))
+    if pricer.plan.world_size != num_ranks:
+        reason = f"its plan has {pricer.plan.world_size} ranks, and ours {num_ranks}"
+        return Contender(SystemRow(name=system.name, why_not=reason))
+    return _contender(system.name, pricer, schedules, counted)
 
 
 def _contender(name: str, pricer: Pricer, schedules: Sequence[StepSchedule], counted: range) -> Contender:

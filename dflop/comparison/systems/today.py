@@ -72,4 +72,10 @@ def _nearest(
     return plan, needed_bytes
 
 
-SYSTEM = System(name="today's layout, random", baseline=TODAY, plans=_plans, policy=megatron.POLICY)
+SYSTEM = System(
+    name="today's layout, random",
+    baseline=TODAY,
+    plans=_plans,
+    policy=megatron.POLICY,
+    recomputes=lambda config: config.plan.today.checkpointing is None,
+)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,9 @@ def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one
     system = System(name="tight", plans=lambda *_: [fastest], policy=_Refuses(NUM_TRIED))
     alone, _ = compare_systems(*inputs, num_batches=2, systems=[system])
     assert alone.plan == str(with_all_recomputed(fastest.plan))
+    system = replace(system, policy=_Refuses(NUM_TRIED), recomputes=lambda _: False)
+    alone, _ = compare_systems(*inputs, num_batches=2, systems=[system])
+    assert alone.why_not == f"{fastest.plan}: this batch does not fit"
 
 
 def test_the_layout_of_today_is_a_row_where_the_config_names_one():
