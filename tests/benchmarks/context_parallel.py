@@ -172,6 +172,7 @@ def print_clock(folder: Path, num_steps: int) -> None:
             "max_llm_tokens": 8192,
         },
         "train": {"global_batch_size": 8},
+        "costs": {"repeats": 3, "time_budget_s": 60},  # so that the largest sizes are measured, too
     }
     (folder / "clock.yaml").write_text(yaml.safe_dump(parts.QUICK | run), encoding="utf-8")
     configs = [str(parts.REPOSITORY / "config/config.yaml"), "clock.yaml"]
