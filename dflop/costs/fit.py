@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 
 from dflop.base import UserError
-from dflop.costs.fitted import LoadRange, column_of
+from dflop.costs.fitted import ATTENTION, LoadRange, attention_of, column_of
 from dflop.costs.measured import POINT_KEYS
 from dflop.costs.model import CostModel
 from dflop.costs.stage_kind import StageKind
@@ -45,9 +45,6 @@ __all__ = [
 
 # The pieces that are measured, and the parts that each is made of. A piece has its `layer` part once a layer.
 PIECES = {"layers": ("stage", "layer"), "first": ("first",), "last": ("last",)}
-
-# Of the forward of a part `layer`, the seconds of attention.
-_ATTENTION = "attention"
 
 # Module, layout and whether layers are recomputed; the same of a part.
 _Key = tuple[str, LayoutKey, bool]
@@ -163,7 +160,7 @@ def _times_of(frame: pl.DataFrame, key: _Key, piece: str, direction: str, chunk:
     (module, layout, checkpointing), known, times = key, None, {}
     if (piece, direction) == ("layers", "forward") and not frame["attention_s"].has_nulls():
         known = _fit_attention(frame, module)
-        times[module, layout, _ATTENTION, checkpointing] = known
+        times[module, layout, ATTENTION, checkpointing] = known
     fits = fit_piece(frame, module, piece, "seconds", chunk=chunk, known=known)
     return times | {(module, layout, part, checkpointing): fit for part, fit in zip(PIECES[piece], fits, strict=True)}
 
@@ -218,7 +215,8 @@ def _recomputing(times: Times, repeated: Mapping[tuple[str, LayoutKey], float]) 
         if part not in PIECES["layers"] or checkpointing:
             continue
         if (part, direction) == ("layer", "backward"):
-            attention, others = _attention_and_others(times, module, layout)
+            attention = attention_of(times, module, layout)
+            others = times[module, layout, "layer", False, "forward"].without(attention)
             fit = (fit + attention + repeated.get((module, layout), 1.0) * others).merged()
         own[module, layout, part, True, direction] = fit
     return own
@@ -237,7 +235,8 @@ def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, Layo
         most = kept_layers.filter(pl.col("module") == module, **layout._asdict())[load].max()
         frame = frame.filter(pl.col(load) <= most)
         loads, depths = measured_loads(frame), frame["num_layers"].to_numpy()
-        attention, others = _attention_and_others(times, module, layout)
+        attention = attention_of(times, module, layout)
+        others = times[module, layout, "layer", False, "forward"].without(attention)
         kept = times[module, layout, "layer", False, "backward"] + attention
         kept_s = times[module, layout, "stage", False, "backward"](loads) + depths * kept(loads)
         others_s, added_s = depths * others(loads), frame["seconds"].to_numpy() - kept_s
@@ -245,15 +244,6 @@ def _repeated_shares(points: pl.DataFrame, times: Times) -> dict[tuple[str, Layo
         if longest.any():
             shares[module, layout] = float(np.clip(np.median(added_s[longest] / others_s[longest]), 0.0, 1.0))
     return shares
-
-
-def _attention_and_others(times: Times, module: str, layout: LayoutKey) -> tuple[Coefficients, Coefficients]:
-    """The seconds of attention in a layer's forward, and the others. Where attention was not clocked, its seconds are
-    those that grow with squared lengths."""
-    forward = times[module, layout, "layer", False, "forward"]
-    squares = tuple(own * (load == "sum_sq_tokens") for load, own in zip(FEATURES, forward.per_load, strict=True))
-    attention = times.get((module, layout, _ATTENTION, False, "forward"), Coefficients(0.0, squares))
-    return attention, forward.without(attention)
 
 
 def _bounds(points: pl.DataFrame, feature: str) -> tuple[float, float]:

@@ -15,7 +15,10 @@ from dflop.models.loads import FEATURES, Coefficients, Hinge, Loads, main_load
 from dflop.plan.layout_key import LayoutKey
 from dflop.store import read_tables
 
-__all__ = ["FittedCosts", "LoadRange", "column_of"]
+__all__ = ["ATTENTION", "FittedCosts", "LoadRange", "attention_of", "column_of"]
+
+# In `times`, the name of the seconds of attention in the forward of an LLM's layer, beside those of its parts.
+ATTENTION = "attention"
 
 # Upper limits of the numbers in the tables: an hour, and more bytes than any cluster has.
 _MOST_S, _MOST_BYTES = 3600.0, 1e18
@@ -27,6 +30,16 @@ _TABLES = ("time_model", "memory_model", "load_range", "device", "link_model", "
 def column_of(feature: str, unit: str) -> str:
     """The fitted tables' column for a load: `num_items` and `s` -> `per_item_s`."""
     return f"per_{feature.removeprefix('num_').removesuffix('s')}_{unit}"
+
+
+def attention_of(
+    times: Mapping[tuple[str, LayoutKey, str, bool, str], Coefficients], module: str, layout: LayoutKey
+) -> Coefficients:
+    """Of a layer's forward the seconds of attention: as they were clocked, or else those that grow with squared
+    lengths."""
+    per_load = times[module, layout, "layer", False, "forward"].per_load
+    squares = tuple(own * (load == "sum_sq_tokens") for load, own in zip(FEATURES, per_load, strict=True))
+    return times.get((module, layout, ATTENTION, False, "forward"), Coefficients(0.0, squares))
 
 
 class LoadRange(NamedTuple):

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dflop.costs.fitted import FittedCosts
+from dflop.costs.fitted import FittedCosts, attention_of
 from dflop.costs.forms import PackedForms, forms_at, pack_forms, totals_at
 from dflop.costs.stage_kind import ALL_PARTS, PARTS, StageKind, as_tabled, counts_of
 from dflop.costs.stage_memory import StageMemory, memories_of_kinds, memory_of_parts
@@ -20,7 +20,7 @@ from dflop.plan.trained import WHOLE
 
 __all__ = ["NO_WORKING_BYTES", "CostModel"]
 
-_ITEMS, _SQUARES = FEATURES.index("num_items"), FEATURES.index("sum_sq_tokens")
+_ITEMS = FEATURES.index("num_items")
 # Where replicas share no parameters.
 NO_WORKING_BYTES = dict.fromkeys(PARTS, 0.0)
 
@@ -100,13 +100,9 @@ class CostModel(FittedCosts):
         return self._parts[module, layout]
 
     def _attention(self, module: str, layout: LayoutKey) -> Coefficients:
-        """Of an LLM layer's forward the seconds of attention, with keys and values of other replicas. Where attention
-        was not clocked, these are the seconds that grow with squared lengths."""
-        forward = self.times[module, layout, "layer", False, "forward"]
-        clocked = self.times.get((module, layout, "attention", False, "forward"))
-        counts = (_ITEMS,) if clocked else (_ITEMS, _SQUARES)
-        others = Coefficients(0.0, tuple(own * (load in counts) for load, own in enumerate(forward.per_load)))
-        return clocked + others if clocked else others
+        """Of an LLM layer's forward the seconds of attention, with keys and values of other replicas."""
+        per_load = self.times[module, layout, "layer", False, "forward"].per_load
+        return attention_of(self.times, module, layout) + coefficients(num_items=per_load[_ITEMS])
 
     def exchanging(self, token_bytes: float, byte_s: float, num_groups: float) -> "CostModel":
         """These costs with those of keys and values that come from other replicas, for each token of theirs (the LLM's

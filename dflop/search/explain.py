@@ -99,7 +99,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     lines = [
         f"{result.num_plans:,} plans for {cluster.num_devices} devices ({cluster.device_model}, {costs.source} costs), "
         f"{len(result.candidates)} priced on {best.num_batches} global batches of {config.train.global_batch_size}; "
-        f"{bounded}",
+        + bounded,
         "",
         "    step      vs    idle   memory      bound by       plan",
     ]

@@ -84,14 +84,6 @@ def _num_steps(shape: MediumShape) -> int:
     return (shape.count.grid[0] or shape.count.num_items) if shape.kind == "video" else 1
 
 
-class _Share(NamedTuple):
-    """What a share of a sample encodes by one encoder."""
-
-    num_items: int
-    num_tokens: int
-    sum_sq_items: float
-
-
 class SampleDivider:
     """Divides samples into shares, by the model's rules."""
 
@@ -140,7 +132,7 @@ class SampleDivider:
                     if made.sum_sq_items is not None:
                         made.sum_sq_items[row, column] = share.sum_sq_items
 
-    def _shares_of(self, media: Sequence[tuple[int, ...]], degree: int) -> list[list[_Share]]:
+    def _shares_of(self, media: Sequence[tuple[int, ...]], degree: int) -> list[list[ItemCount]]:
         """What each share of a sample with media of these sizes (`MediaSizes`) encodes, by encoder."""
         sizes = [MediumSize(*size) for size in media]
         kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
@@ -148,16 +140,17 @@ class SampleDivider:
         shapes = [self._reader.stored(kind, size, num_images) for kind, size in zip(kinds, sizes, strict=True)]
         found = []
         for encoder in self._encoders:
-            pieces = pieces_of(shapes, encoder.media, degree)
-            counts = [[piece.of(shapes[piece.medium]).count for piece in own] for own in pieces]
-            found.append(
-                [
-                    _Share(
-                        sum(count.num_items for count in own),
-                        sum(count.num_tokens for count in own),
-                        sum(count.sum_sq_items for count in own),
-                    )
-                    for own in counts
-                ]
+            counts = (
+                [piece.of(shapes[piece.medium]).count for piece in own]
+                for own in pieces_of(shapes, encoder.media, degree)
             )
+            found.append([_sum_of(own) for own in counts])
         return found
+
+
+def _sum_of(counts: Sequence[ItemCount]) -> ItemCount:
+    return ItemCount(
+        sum(count.num_items for count in counts),
+        sum(count.num_tokens for count in counts),
+        sum(count.sum_sq_items for count in counts),
+    )
