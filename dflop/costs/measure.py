@@ -332,13 +332,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _cache_bytes(device: torch.device) -> int:
-    """The size of a buffer that fills the device's last-level cache when it is written; ranks on CPUs share one, and
-    write at the same time."""
+    """The size of a buffer that fills the device's last-level cache when it is written."""
     if device.type == "cuda":
         return 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii")
-        return int(text.strip().removesuffix("K")) * 1024 // num_ranks
+        return int(text.strip().removesuffix("K")) * 1024
     except (OSError, ValueError):
-        return _CPU_CACHE_BYTES // num_ranks
+        return _CPU_CACHE_BYTES
