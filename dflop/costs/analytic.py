@@ -74,8 +74,8 @@ def analytic_points(
     """Roofline seconds and bytes of `module` at two depths and over the loads that real data has.
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
-    its computing time, pointwise kernels the time of moving their bytes, all-reduces that of a ring and its steps, and
-    every kernel its launch. A pass takes no less than the host needs to dispatch its kernels and all-reduces.
+    its computing time, pointwise kernels the time of moving their bytes, collectives that of a ring and its steps, and
+    every kernel its launch. A pass takes no less than the host needs to dispatch its kernels and collectives.
     `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained. Frozen layers compute
     gradients of activations alone.
 
@@ -262,11 +262,11 @@ def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: Devic
     size = counts.at_points("forward.product_rows") * stage.hidden_size / stage.tp
     product_s = np.maximum(of("product_flops") / device.matmul_flops_per_s(size), of("product_bytes") / memory_rate)
     attention_s = of("attention_flops") / (device.peak_flops_per_s * device.attention_share)
-    on_the_ring = 2 * (stage.tp - 1) / stage.tp * of("reduced_bytes")
-    reducing_s = on_the_ring / (device.link_bytes_per_s * device.link_share)
-    reducing_s = reducing_s + of("num_reduces") * 2 * (stage.tp - 1) * device.hop_s
+    on_the_ring = (stage.tp - 1) / stage.tp * of("round_bytes")
+    sharing_s = on_the_ring / (device.link_bytes_per_s * device.link_share)
+    sharing_s = sharing_s + of("num_rounds") * (stage.tp - 1) * device.hop_s
     device_s = (
-        product_s + attention_s + of("pointwise_bytes") / memory_rate + reducing_s + of("num_kernels") * device.launch_s
+        product_s + attention_s + of("pointwise_bytes") / memory_rate + sharing_s + of("num_kernels") * device.launch_s
     )
-    host_s = of("num_kernels") * device.dispatch_s + of("num_reduces") * device.collective_s
+    host_s = of("num_kernels") * device.dispatch_s + of("num_collectives") * device.collective_s
     return np.maximum(device_s, host_s)

@@ -20,7 +20,8 @@ __all__ = ["Meter", "Work"]
 _GATHERS = {"embedding", "index", "index_select", "gather"}
 _SCATTERS = {"index_add_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_add_"}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "wait_tensor"}
-_REDUCES = {"allreduce_", "all_reduce"}
+# How often collectives pass all values around a ring of ranks.
+_ROUNDS = {"allreduce_": 2, "all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class Work:
     - `attention_flops`: FLOPs of attention, of the half below the diagonal where it is causal, all positions being in
       one segment. Its backward is taken to do twice the FLOPs of forward.
     - `pointwise_bytes`: what all other kernels read and write.
-    - `reduced_bytes`: bytes that are all-reduced, by `num_reduces` all-reduces.
+    - `round_bytes`: bytes that collectives pass around the ring of tensor-parallel ranks, in `num_rounds` rounds: an
+      all-reduce makes two, a gather or a scattered sum one. `num_collectives` counts these.
     - `matrices`: the size of each matrix that products read, by its storage.
     """
 
@@ -40,8 +42,9 @@ class Work:
     product_bytes: float = 0.0
     attention_flops: float = 0.0
     pointwise_bytes: float = 0.0
-    reduced_bytes: float = 0.0
-    num_reduces: float = 0.0
+    round_bytes: float = 0.0
+    num_rounds: float = 0.0
+    num_collectives: float = 0.0
     num_kernels: float = 0.0
     matrices: dict[int, int] = field(default_factory=dict)
 
@@ -108,9 +111,11 @@ class Meter(LiveBytes):
     ) -> None:
         name, work = function.overloadpacket.__name__, self.work
         is_view = not function._schema.is_mutable and set(map(storage_key, outputs)) <= set(map(storage_key, inputs))
-        if name in _REDUCES:
-            work.reduced_bytes += sum(map(_nbytes, tensors_in(args[:1])))
-            work.num_reduces += 1
+        if num_rounds := _ROUNDS.get(name):
+            whole = max(sum(map(_nbytes, tensors_in(args[:1]))), sum(map(_nbytes, outputs)))
+            work.round_bytes += num_rounds * whole
+            work.num_rounds += num_rounds
+            work.num_collectives += 1
             work.num_kernels += 1
         elif "attention" in name or "attn" in name:
             names = (argument.name for argument in function._schema.arguments)

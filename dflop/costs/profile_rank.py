@@ -124,7 +124,7 @@ def _measure(config: Config, request: dict[str, Any]) -> None:
 def _tp_ranks(tp: int) -> TensorGroup:
     """The tensor-parallel group of this rank, with the same timeout as the other groups."""
     for first in range(0, dist.get_world_size(), tp):
-        ranks = range(first, first + tp)
+        ranks = tuple(range(first, first + tp))
         group = dist.new_group(list(ranks), timeout=_TIMEOUT)  # all ranks make all groups
         if dist.get_rank() in ranks:
             own = TensorGroup(ranks, ranks.index(dist.get_rank()), group)

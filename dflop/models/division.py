@@ -22,23 +22,23 @@ class Division:
     - `blocks`: the blocks to divide (`*` stands for a number). Their input goes through linear layers of `columns`, and
       then through linear layers of `rows`.
     - `columns`, `rows`: names in a block of the linear layers divided by outputs (columns) and by inputs (rows).
-    - `norms`: norms between the two over a width that is divided; `head_norms`: norms over one head, whose weight all
-      heads share.
+    - `norms`: norms between the two over a width that is divided.
     - `stacked`: of `columns`, those that hold several matrices in one (queries, keys, values), with their number. Each
       of these matrices is divided.
     - `sizes`: attributes of blocks that count what is divided, such as `num_heads`.
     - `embedding`, `head`: divided by ids of the vocabulary; None for encoders.
+    - `cuts_tokens`: whether each rank has a part of the tokens between blocks (`token_parts.py`).
     """
 
     blocks: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     norms: tuple[str, ...] = ()
-    head_norms: tuple[str, ...] = ()
     stacked: Mapping[str, int] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
     embedding: str | None = None
     head: str | None = None
+    cuts_tokens: bool = False
 
 
 def llm_division(kind: str) -> Division:
@@ -52,9 +52,9 @@ def llm_division(kind: str) -> Division:
         blocks=("model.language_model.layers.*.self_attn", "model.language_model.layers.*.mlp"),
         columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
         rows=("o_proj", "down_proj"),
-        head_norms=("q_norm", "k_norm"),
         embedding=EMBEDDING,
         head=HEAD,
+        cuts_tokens=True,
     )
 
 

@@ -5,8 +5,8 @@ linear layer of its own, and `lora_B`, [num_outputs, rank], zeros. To its output
 low-rank adaptation of large language models", 2021, section 4). Names, starting values and results are those of the
 package `peft`.
 
-If tensor-parallel ranks divide W by outputs, they divide B likewise, and each has all of A; if they divide W by inputs,
-they divide A, and each has all of B.
+If tensor-parallel ranks divide W by outputs, they divide B likewise, and each has all of A and a part of its gradient;
+if they divide W by inputs, they divide A, and each has all of B.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch.nn import functional
 from dflop.base import UserError
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
-from dflop.models.tensor_parallel import RowLinear, SharedInputLinear, columns_of
+from dflop.models.tensor_parallel import RowLinear, columns_of
 from dflop.plan.trained import Lora
 
 __all__ = ["adapt_layer", "check_targets", "low_rank_product"]
@@ -97,10 +97,10 @@ def _adapt(
     if shard and shard.dim == 0:
         start = ranks.part(num_outputs // shard.num_stacked).start
         stage.shards[f"{name}.lora_B.weight"] = Shard(0, start, second.weight.shape, shard.num_stacked)
-        first, second = SharedInputLinear(first, ranks), columns_of(second, ranks, shard.num_stacked)
+        second = columns_of(second, ranks, shard.num_stacked)
     elif shard:
         stage.shards[f"{name}.lora_A.weight"] = Shard(1, ranks.part(num_inputs).start, first.weight.shape)
-        first = RowLinear(first, ranks)
+        first = RowLinear(first, ranks, linear.cuts_tokens)
     linear.lora_A, linear.lora_B = first, second
     linear.register_forward_hook(_adding(lora))
 

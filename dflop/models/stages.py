@@ -25,7 +25,8 @@ from dflop.models.loss_head import LossHead
 from dflop.models.microbatch import EncoderBatch, TextBatch
 from dflop.models.offloading import offload_layers
 from dflop.models.shared_samples import place_features
-from dflop.models.tensor_group import Shard
+from dflop.models.tensor_group import ALONE, Shard, TensorGroup
+from dflop.models.token_parts import all_tokens, own_tokens
 
 __all__ = ["EncoderStage", "LlmStage", "Stage", "cut_llm", "keep_layers"]
 
@@ -43,7 +44,9 @@ class Stage(nn.Module, ABC):
     def __init__(self, hf: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.hf, self.layers, self.is_first, self.is_last = hf, layers, is_first, is_last
-        # For each parameter that tensor-parallel ranks divide, by its name in `hf`: which part of it this rank has.
+        # The tensor-parallel ranks, and for each parameter that they divide, by its name in `hf`: which part of it this
+        # rank has.
+        self.ranks: TensorGroup = ALONE
         self.shards: dict[str, Shard] = {}
         self._offloading: list[RemovableHandle] = []
 
@@ -125,6 +128,13 @@ class Stage(nn.Module, ABC):
         if re.search(rf"{self.layer_name}\.", name):
             return "layer"
         return "first" if "embed" in name else "last"
+
+    def partial_gradients(self) -> list[str]:
+        """Names in `hf` of the parameters that are whole on every tensor-parallel rank, and of whose gradients each rank
+        computes a part: adapters that read the input of divided matrices."""
+        ending = ".lora_A.weight"
+        whole = [name for name in self.named_hf_parameters() if name.endswith(ending) and name not in self.shards]
+        return [name for name in whole if f"{name.removesuffix(ending)}.weight" in self.shards]
 
     def set_offloaded(self, num_layers: int, num_still: int = 0) -> None:
         """Have `num_layers` layers behind the first `num_still`, which have no backward, and no others, keep their
@@ -241,6 +251,11 @@ class LlmStage(Stage):
     def division(self) -> Division:
         return llm_division(self.kind)
 
+    def partial_gradients(self) -> list[str]:
+        """As of any stage: all that is whole in the layers, as each rank has a part of the tokens."""
+        names = self.named_hf_parameters() if self.ranks.size > 1 else ()
+        return [name for name in names if self.part_of(name) == "layer" and name not in self.shards]
+
     def hf_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights, without the last stage's copy of a tied embedding, which belongs to the first stage."""
         weights = super().hf_state_dict()
@@ -271,18 +286,20 @@ class LlmStage(Stage):
     def encode(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """The hidden states after this stage's layers, [1, num_tokens, hidden_size], concatenated with the DeepStack
         features that are still to be added."""
-        language_model = self.hf.model.language_model
+        language_model, ranks = self.hf.model.language_model, self.ranks if self.layers else ALONE
         hidden, *further = hidden.split(self.hf.config.get_text_config().hidden_size, dim=-1)
         positions = batch.position_ids.unsqueeze(-2)
         if positions.dim() == 2 and self._has_axes:  # text alone has the same on each axis
             positions = positions.expand(3, -1, -1)
         rotary = language_model.rotary_emb(hidden, positions)
+        num_tokens, hidden = hidden.shape[1], own_tokens(hidden, ranks)
         for index in self.layers:
             hidden = language_model.layers[index](
                 hidden, attention_mask=None, position_embeddings=rotary, segment_ends=batch.segment_ends
             )
             if further:
-                hidden = hidden + further.pop(0)
+                hidden = hidden + own_tokens(further.pop(0), ranks)
+        hidden = all_tokens(hidden, num_tokens, ranks)
         return hidden if self.is_last or not further else torch.cat([hidden, *further], dim=-1)
 
     def finish(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:

@@ -5,7 +5,6 @@ some rows of the parameter, or of this part, and the parameter is a DTensor over
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,7 @@ class TensorGroup:
     """The ranks that share a module's tensors, in order, and this rank's `place` among them. A single rank has no
     process group."""
 
-    ranks: Sequence[int]
+    ranks: tuple[int, ...]
     place: int
     group: dist.ProcessGroup | None
 

@@ -2,17 +2,21 @@
 
 A stage says which of its matrices these are (`Division`); here they are divided.
 
-A stage's inputs and outputs are the same whole tensors on every rank. Norms, the residual stream, the patch embedding
-and biases after a reduction are whole on every rank, and so are their gradients. Of the other parameters each rank has
-a part, and `stage.shards` says which. Hidden states are all-reduced twice a layer in forward and twice in backward, in
-the dtype of the matrix products. Norms inside attention all-reduce one number a position more, or the gradient of a
-head norm's weight. Logits are not gathered.
+A stage's inputs and outputs are the same whole tensors on every rank. Norms, the patch embedding and biases after a
+reduction are whole on every rank. Of the other parameters each rank has a part, and `stage.shards` says which.
+
+Between the blocks of an LLM's layers each rank has a part of the tokens (`token_parts.py`): a layer gathers and sums
+them twice in forward and twice in backward. Of the gradients of what is whole each rank then has a part
+(`Stage.partial_gradients`), and the parts are summed once a step. In an encoder the residual stream is whole, and
+hidden states are all-reduced twice a layer in forward and twice in backward. All of it in the dtype of the matrix
+products. Norms over a divided width all-reduce one number a position more. Logits are not gathered.
 
 Parameters and activations are plain tensors: dispatching DTensors through a layer, as torch's `ColwiseParallel` and
 `RowwiseParallel` do, takes several times as long as dispatching the layer itself.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +27,9 @@ from torch.nn import functional
 from dflop.models.loss_head import LossHead
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import Shard, TensorGroup
+from dflop.models.token_parts import gather_tokens, sum_own_tokens
 
-__all__ = ["Divider", "RowLinear", "SharedInputLinear", "columns_of"]
+__all__ = ["Divider", "RowLinear", "columns_of"]
 
 
 class Divider:
@@ -36,6 +41,7 @@ class Divider:
 
     def __init__(self, stage: Stage, ranks: TensorGroup) -> None:
         self._stage, self._ranks, self._division = stage, ranks, stage.division()
+        stage.ranks = ranks
         self._blocks = [re.compile(own.replace(".", r"\.").replace("*", r"\d+")) for own in self._division.blocks]
 
     def divide(self, name: str, module: nn.Module) -> None:
@@ -62,17 +68,17 @@ class Divider:
                 self._replace(f"{name}.{child_name}", reader, num_stacked)
                 readers.append(reader)
             elif child_name in division.rows:
-                self._replace(f"{name}.{child_name}", RowLinear(child, self._ranks))
+                self._replace(f"{name}.{child_name}", RowLinear(child, self._ranks, division.cuts_tokens))
             elif child_name in division.norms and not isinstance(child, nn.Identity):
                 self._replace(f"{name}.{child_name}", _SharedNorm(child, self._ranks))
-            elif child_name in division.head_norms:
-                self._replace(f"{name}.{child_name}", _HeadNorm(child, self._ranks.group))
         for size in division.sizes:
             if hasattr(block, size):
                 own = self._ranks.part(getattr(block, size))
                 setattr(block, size, own.stop - own.start)
-        # With a single reader, the block may have an undivided part before it, which needs the whole gradient.
-        _reduce_input_gradient(block if len(readers) > 1 else readers[0], self._ranks.group)
+        if division.cuts_tokens:
+            _gather_input(block, self._ranks)
+        else:  # with a single reader, the block may have an undivided part before it, which needs the whole gradient
+            _reduce_input_gradient(block if len(readers) > 1 else readers[0], self._ranks.group)
 
     def _replace(self, name: str, divided: nn.Module, num_stacked: int = 1) -> None:
         whole = self._stage.hf.get_submodule(name)
@@ -93,10 +99,26 @@ def _shard(whole: nn.Parameter, ranks: TensorGroup, dim: int, num_stacked: int =
 
 def _reduce_input_gradient(block: nn.Module, group: dist.ProcessGroup | None) -> None:
     """All-reduce the gradient of a block's input, once for all matrices that read the input."""
+    _change_input(block, lambda hidden, _: _SumGradient.apply(hidden, group))
+
+
+def _gather_input(block: nn.Module, ranks: TensorGroup) -> None:
+    """Give a block all tokens in place of the rank's part."""
+
+    def gather(part: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        gathered = gather_tokens(part, ranks)
+        if (rotary := kwargs.get("position_embeddings")) is None:
+            return gathered
+        return gathered[:, : rotary[0].shape[-2]]  # attention takes as many tokens as have positions
+
+    _change_input(block, gather)
+
+
+def _change_input(block: nn.Module, change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> None:
+    """Give a block `change(hidden states, keyword arguments)` in place of the hidden states."""
 
     def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = _SumGradient.apply(hidden, group)
+        hidden = change(args[0] if args else kwargs["hidden_states"], kwargs)
         return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
 
     block.register_forward_pre_hook(read, with_kwargs=True)
@@ -113,26 +135,18 @@ def columns_of(whole: nn.Linear, ranks: TensorGroup, num_stacked: int) -> nn.Lin
 
 
 class RowLinear(nn.Module):
-    """A linear layer that is divided by inputs. Its output, the sum over ranks, is whole on every rank."""
+    """A linear layer that is divided by inputs. Its output is the sum over ranks: if it `cuts_tokens`, of the rank's
+    part of the tokens, else the whole."""
 
-    def __init__(self, whole: nn.Linear, ranks: TensorGroup) -> None:
+    def __init__(self, whole: nn.Linear, ranks: TensorGroup, cuts_tokens: bool) -> None:
         super().__init__()
-        self.weight, self.bias, self.group = _shard(whole.weight, ranks, 1), whole.bias, ranks.group
+        self.weight, self.bias = _shard(whole.weight, ranks, 1), whole.bias
+        self.ranks, self.cuts_tokens = ranks, cuts_tokens
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        summed = _Sum.apply(functional.linear(inner, self.weight), self.group)
+        partial = functional.linear(inner, self.weight)
+        summed = sum_own_tokens(partial, self.ranks) if self.cuts_tokens else _Sum.apply(partial, self.ranks.group)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
-
-
-class SharedInputLinear(nn.Linear):
-    """A linear layer without bias, whole on every rank, of whose output each rank computes a part of the gradient."""
-
-    def __init__(self, whole: nn.Linear, ranks: TensorGroup) -> None:
-        super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
-        self.weight, self.group = whole.weight, ranks.group
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, _SumGradient.apply(self.weight, self.group))
 
 
 class _SharedNorm(nn.Module):
@@ -148,19 +162,6 @@ class _SharedNorm(nn.Module):
         squares = _Sum.apply(wide.pow(2).sum(-1, keepdim=True), self.group)
         mean = _SumGradient.apply(squares, self.group) / self.width
         return self.weight * (wide * torch.rsqrt(mean + self.eps)).to(hidden.dtype)
-
-
-class _HeadNorm(nn.Module):
-    """A root-mean-square norm over each head. The gradient of its weight is summed over the heads of all ranks."""
-
-    def __init__(self, whole: nn.Module, group: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.weight, self.eps, self.group = whole.weight, whole.variance_epsilon, group
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = _at_least_float32(hidden)
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return _SumGradient.apply(self.weight, self.group) * normed.to(hidden.dtype)
 
 
 def _at_least_float32(hidden: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -81,7 +82,8 @@ class ParameterShards:
     """AdamW on one replica's shards of the stage's parameters, each with its `rates`.
 
     A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
-    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank.
+    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank. Of the gradients of
+    those in `partial` each rank of `tensor` computes a part.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class ParameterShards:
         *,
         rates: Mapping[nn.Parameter, Rates],
         counted_elsewhere: Collection[nn.Parameter] = (),
+        partial: Collection[nn.Parameter] = (),
+        tensor: dist.ProcessGroup | None = None,
     ) -> None:
         self._is_counted, self._elsewhere = rank in sharers.ranks[0], set(counted_elsewhere)
         # The shard of each trained parameter, which is updated in place.
@@ -101,7 +105,8 @@ class ParameterShards:
                 _, shard = rows_of(parameter)
             if parameter.requires_grad and shard.numel():
                 self._trained[parameter] = nn.Parameter(shard)
-        self._whole = list(parameters)
+        self._whole, self._tensor = list(parameters), tensor
+        self._partial = [self._trained[parameter] for parameter in partial if parameter in self._trained]
         self._adamw = AdamW({shard: rates[parameter] for parameter, shard in self._trained.items()})
 
     def zero_grad(self) -> None:
@@ -111,13 +116,21 @@ class ParameterShards:
             shard.grad = None
 
     def sum_gradients(self) -> None:
-        """Take the summed gradients from FSDP2, which has already reduced those of each microbatch."""
+        """Take the summed gradients from FSDP2, which has already reduced those of each microbatch, and sum partial ones
+        over the tensor-parallel ranks."""
         for parameter, shard in self._trained.items():
             if parameter.grad is None:
                 shard.grad = torch.zeros_like(shard)
             else:
                 _, summed = rows_of(parameter.grad)
                 shard.grad = summed.to(shard.dtype)
+        if self._partial:
+            together = torch.cat([shard.grad.flatten() for shard in self._partial])
+            dist.all_reduce(together, group=self._tensor)
+            for shard, summed in zip(
+                self._partial, together.split([own.numel() for own in self._partial]), strict=True
+            ):
+                shard.grad.copy_(summed.view_as(shard))
 
     def norm_squared(self) -> float:
         """The squared gradient norm of this replica's shards. The sum over all ranks of the stage is the stage's."""

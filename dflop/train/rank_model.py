@@ -241,9 +241,20 @@ def _with_shared_parameters(
         topology.sharers[common["index"]],
         topology.rank,
         rates=rates,
-        counted_elsewhere=[parameters[name] for name in of_first],
+        **_over_tensor_ranks(common, of_first),
     )
     return NodeModel(**common, optimizer=optimizer, parameters=parameters, shared=shared, written_elsewhere=of_first)
+
+
+def _over_tensor_ranks(common: dict[str, Any], of_first: Sequence[str]) -> dict[str, Any]:
+    """What an optimiser is told of the parameters that are whole on every tensor-parallel rank of a node."""
+    stage, ranks = common["stage"], common["ranks"]
+    parameters = stage.named_hf_parameters()
+    return {
+        "counted_elsewhere": [parameters[name] for name in of_first],
+        "partial": [parameters[name] for name in stage.partial_gradients()],
+        "tensor": ranks.group,
+    }
 
 
 def _with_whole_parameters(
@@ -265,7 +276,7 @@ def _with_whole_parameters(
         topology.replicas[common["index"]],
         rates=rates,
         computed_in=dtype,
-        counted_elsewhere=[parameters[name] for name in of_first],
+        **_over_tensor_ranks(common, of_first),
         complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
         needed_first=outside,
     )

@@ -55,8 +55,9 @@ class ShardedAdamW:
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
     the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
     `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
-    tensor-parallel rank. The gradients of those in `complete_later` get a part behind the last backward. Those in
-    `needed_first` are sent back first after an update, and may be waited for before the others.
+    tensor-parallel rank. Of the gradients of those in `partial` each rank of `tensor` computes a part. The gradients of
+    those in `complete_later` get a part behind the last backward. Those in `needed_first` are sent back first after an
+    update, and may be waited for before the others.
     """
 
     def __init__(
@@ -67,23 +68,28 @@ class ShardedAdamW:
         rates: Mapping[nn.Parameter, Rates],
         computed_in: torch.dtype | None = None,
         counted_elsewhere: Collection[nn.Parameter] = (),
+        partial: Collection[nn.Parameter] = (),
+        tensor: dist.ProcessGroup | None = None,
         complete_later: Collection[nn.Parameter] = (),
         needed_first: Collection[nn.Parameter] = (),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self._replicas = replicas
+        self._replicas, self._tensor = replicas, tensor
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
         trained, self._rates = [tensor for tensor in parameters if tensor.requires_grad], rates
         # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
-        elsewhere, later = set(counted_elsewhere), set(complete_later)
+        elsewhere, later, partial = set(counted_elsewhere), set(complete_later), set(partial)
         # Backward completes the buckets from the last one on, except the first ones: those of parameters that are
-        # complete later, and of those that are counted elsewhere, which are small and of all layers.
-        for group in (later, elsewhere - later, set(trained) - later - elsewhere):
+        # complete later, of partial ones and of those that are counted elsewhere, which are small and of all layers.
+        # The ranks that sum partial ones have equal buckets of them.
+        elsewhere_alone = elsewhere - later - partial
+        for group in (later, partial, elsewhere_alone, set(trained) - later - partial - elsewhere_alone):
             for bucket in _in_buckets([tensor for tensor in trained if tensor in group], bucket_bytes):
                 self._buckets.append(self._make_bucket(bucket, computed_in, bucket[0] not in elsewhere))
         self._num_later = len({self._places[tensor][0] for tensor in trained if tensor in later})
+        self._partial = sorted({self._places[tensor][0] for tensor in trained if tensor in partial})
         # While the last backward runs: by bucket, the parameters whose gradients are not complete.
         self._incomplete: list[set[nn.Parameter]] = []
         # Buckets whose sums have begun, counted from the last one, and the sums that are waited for.
@@ -139,12 +145,15 @@ class ShardedAdamW:
             self._sums.append(reduce_scatter_flat(bucket.gradients[bucket.owned], bucket.gradients, self._replicas))
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the replicas. Afterwards each replica has the sums of its own share only."""
+        """Sum the gradients over the replicas, and partial ones over the tensor-parallel ranks. Afterwards each replica
+        has the sums of its own share only."""
         if self._num_replicas > 1:
             self._begin_sums(len(self._buckets))
             for work in self._sums:
                 work.wait()
         self._num_begun, self._sums = 0, []
+        for bucket in (self._buckets[number] for number in self._partial):
+            dist.all_reduce(bucket.gradients[bucket.owned], group=self._tensor)
 
     def norm_squared(self) -> float:
         """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the

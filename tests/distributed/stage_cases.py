@@ -24,7 +24,7 @@ _PLACEHOLDERS = {"image": 1001, "video": 1002, "audio": 1003}
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A stage of a family's tiny model, of which `text` and `vision` are other fields. Noise of the standard deviation
-    `noise` is added to all drawn weights, so that no bias is zero."""
+    `noise` is added to all drawn weights, so that no bias is zero. An LLM has `num_tokens` tokens."""
 
     family: str = "llava_onevision"
     module: str = "llm"
@@ -35,6 +35,7 @@ class Case:
     checkpointing: bool = False
     precision: str = "fp64"
     noise: float = 0.1
+    num_tokens: int = 40
 
     @property
     def hf_fields(self) -> dict[str, Any]:
@@ -99,21 +100,22 @@ def forward(case: Case, stage: Stage, draw: Callable[..., torch.Tensor]) -> tupl
         media = ((MediumLayout("image", 3, side, 2 * side),), (MediumLayout("video", 2, side, side),))
         return items, stage(batch_of(items, media, (60, 1000)))
     vocab_size = stage.hf.config.text_config.vocab_size
-    ids = draw(40).double().abs().mul(1e6).long() % vocab_size  # the same in each precision
+    num_tokens = case.num_tokens
+    ids = draw(num_tokens).double().abs().mul(1e6).long() % vocab_size  # the same in each precision
     # The ends of both ranks' shares, the padding's id in one case, and the id in that place of the other share.
     ids[:6] = torch.tensor([0, vocab_size - 1, vocab_size // 2, vocab_size // 2 - 1, 700, 188])
     batch = TextBatch(
         token_ids=ids,
-        position_ids=torch.cat([torch.arange(25), torch.arange(15)]),
-        segment_ends=SegmentEnds([25, 40]),
+        position_ids=torch.cat([torch.arange(25), torch.arange(num_tokens - 25)]),
+        segment_ends=SegmentEnds([25, num_tokens]),
         feature_positions=(torch.arange(6, 13),),
-        target_positions=torch.arange(12, 39),
+        target_positions=torch.arange(12, num_tokens - 1),
         target_ids=torch.cat([ids[:6], ids[19:]]),
     ).to(ids.device)
     if stage.is_first:
         features = draw(7, case.spec.feature_size).requires_grad_()
         return features, [stage(stage.embed(batch, [features]), batch)]
-    hidden = draw(*stage.hidden_shape(40, stage.layers.start)).requires_grad_()
+    hidden = draw(*stage.hidden_shape(num_tokens, stage.layers.start)).requires_grad_()
     return hidden, [stage(hidden, batch)]
 
 

@@ -4,6 +4,7 @@ Every case runs on the same two gloo processes, in float64 unless it says otherw
 stage in this process.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,11 +54,13 @@ CASES = {
     "whole llm, vocabulary not divisible": Case(text={"vocab_size": 1027}),
     "whole llm, inner width not divisible": Case(text={"intermediate_size": 353}),
     "whole llm, padding in the second half": Case(text={"pad_token_id": 700}),
+    "whole llm, tokens not divisible": Case(num_tokens=39),
     "whole llm, tied": Case(tied=True, text={"tie_word_embeddings": True}),
     "whole llama with biases": Case(text=LLAMA),
     "first": Case(layers=range(2)),
     "middle": Case(layers=range(1, 3)),
     "middle, checkpointing": Case(layers=range(1, 3), checkpointing=True),
+    "middle, tokens not divisible, checkpointing": Case(layers=range(1, 3), checkpointing=True, num_tokens=39),
     "last": Case(layers=range(3, DEPTH)),
     "embedding only": Case(layers=range(0)),
     "head only": Case(layers=range(DEPTH, DEPTH)),
@@ -87,7 +90,8 @@ CASES = {
     "whole llm in bf16": Case(precision="bf16"),
     "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
 }
-COMPILED = ("middle, checkpointing",)
+COMPILED = ("middle, checkpointing", "middle, tokens not divisible, checkpointing")
+OF_TOKENS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 REFUSED = {
     "one key-value head": Case(layers=range(0), text={"num_key_value_heads": 1}),
     "an unknown layer": Case(text={"model_type": "mistral"}),
@@ -129,6 +133,8 @@ def run(case: Case, stage: Stage) -> Result:
         kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         torch.autograd.backward(outputs, [draw(*output.shape).to(output.dtype) for output in outputs])
     gradients = {name: parameter.grad for name, parameter in stage.named_hf_parameters().items()}
+    for name in stage.partial_gradients():
+        dist.all_reduce(gradients[name])
     return Result(
         outputs=[output.detach() for output in outputs],
         input_gradient=inputs.grad,
@@ -176,7 +182,7 @@ def run_rank(rank: int, folder: Path) -> None:
         rank=rank,
         world_size=TP,
     )
-    ranks = TensorGroup(range(TP), rank, dist.group.WORLD)
+    ranks = TensorGroup(tuple(range(TP)), rank, dist.group.WORLD)
     results: dict[str, Result | str] = {}
     for name, case in (CASES | REFUSED).items():
         try:
@@ -267,7 +273,7 @@ def test_a_rank_holds_the_parameters_that_analytic_costs_count(divided, name):
 
 
 @pytest.mark.parametrize("name", ["vision in bf16", "internvl vision in bf16", "whole llm in bf16"])
-def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divided, name):
+def test_ranks_keep_and_exchange_what_analytic_costs_count(divided, name):
     case = CASES[name]
     loads = {"num_items": 5} if case.module == "vision" else {"segments": (25, 15), "num_targets": 27}
     with counting(TP) as ranks:
@@ -279,9 +285,14 @@ def test_ranks_keep_and_reduce_what_analytic_costs_count_and_gather_nothing(divi
         # The head itself keeps log-probabilities, and autograd knows nothing of them.
         uncounted -= 4 * 27 * case.spec.hf_config["text_config"]["vocab_size"] // TP
     for rank in (ranks[name] for ranks in divided):
-        assert {kind for kind, _ in rank.collectives} == {"allreduce_"}
-        reduced_bytes = counted.forward.reduced_bytes + counted.backward.reduced_bytes
-        assert sum(size for _, size in rank.collectives) == reduced_bytes
+        of_kinds = Counter()
+        for kind, size in rank.collectives:
+            of_kinds[kind] += size
+        reduced, gathered, cut = (of_kinds.pop(kind, 0) for kind in ("allreduce_", *OF_TOKENS))
+        assert not of_kinds, "an encoder's ranks gather nothing"
+        assert (gathered > 0) == (cut > 0) == (case.module == "llm")
+        round_bytes = counted.forward.round_bytes + counted.backward.round_bytes
+        assert 2 * reduced + TP * gathered + cut == round_bytes
         assert rank.kept_bytes - uncounted == pytest.approx(counted.saved_bytes, rel=1e-2)
 
 
