@@ -75,7 +75,9 @@ def analytic_points(
 
     Matrix products take the time of computing or that of moving their operands, whichever is longer. Attention takes
     its computing time, pointwise kernels the time of moving their bytes, collectives that of a ring and its steps, and
-    every kernel its launch. A pass takes no less than the host needs to dispatch its kernels and collectives.
+    every kernel its launch. A piece, and each layer, takes no less than the host needs to dispatch its kernels and
+    collectives. That is not asked of what stands around layers: the host is ahead of the device there, or behind, as it
+    is in the layers.
     `implementation` is one of `IMPLEMENTATIONS`. `trained` says what of the model is trained. Frozen layers compute
     gradients of activations alone.
 
@@ -92,7 +94,7 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
     """As `analytic_points`, for a stage of two layers."""
     points, counted_loads = _points_of(stage)
     frame = pl.DataFrame(points, schema=dict.fromkeys(FEATURES, pl.Int64))
-    run, frames = cache(stage.run), []
+    run, frames, counts_of = cache(stage.run), [], {}
     for piece, depth, checkpointing in _PIECES:
 
         def run_at(loads: dict[str, int], of: tuple = (piece, depth, checkpointing)) -> CountedRun:
@@ -103,9 +105,17 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
         else:
             runs = [run_at({stage.main_load: load, "num_targets": 1}) for load in counted_loads]
             counts = _InterpolatedCounts(runs, stage, frame, np.array(counted_loads, dtype=float))
+        counts_of[piece, depth, checkpointing] = counts
+    for (piece, depth, checkpointing), counts in counts_of.items():
         # When the first part has its backward, what the layers kept is free. That is taken to be more than it needs.
         peak = "saved_bytes" if piece == "first" else "peak_bytes"
         for direction in ("forward", "backward"):
+            if piece == "layers":
+                one, two = (counts_of[piece, number, checkpointing] for number in (1, 2))
+                around_s = _device_seconds(_Difference(one, two, is_layer=False), direction, stage, device)
+                seconds = around_s + depth * _seconds(_Difference(one, two, is_layer=True), direction, stage, device)
+            else:
+                seconds = _seconds(counts, direction, stage, device)
             frames.append(
                 frame.with_columns(
                     module=pl.lit(stage.module),
@@ -113,7 +123,7 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
                     piece=pl.lit(piece),
                     num_layers=pl.lit(depth, pl.Int64),
                     checkpointing=checkpointing,
-                    seconds=pl.Series(_seconds(counts, direction, stage, device)),
+                    seconds=pl.Series(seconds),
                     attention_s=pl.lit(None, pl.Float64),
                     peak_bytes=pl.Series(counts.at_points(peak)).round().cast(pl.Int64),
                     saved_bytes=pl.Series(counts.at_points("saved_bytes")).round().cast(pl.Int64),
@@ -139,11 +149,10 @@ def _passing_shares(
                     stage.run(_point("layers", depth, False, **{stage.main_load: load, "num_targets": 1}))
                     for load in counted_loads
                 ]
-            counts = _InterpolatedCounts(runs, stage, frame, np.array(counted_loads, dtype=float))
-            of_depths.append((_seconds(counts, "backward", stage, device), counts.at_points("saved_bytes")))
-        (one_s, one_kept), (two_s, two_kept) = of_depths
-        seconds.append(two_s - one_s)
-        kept.append(two_kept - one_kept)
+            of_depths.append(_InterpolatedCounts(runs, stage, frame, np.array(counted_loads, dtype=float)))
+        layer = _Difference(*of_depths, is_layer=True)
+        seconds.append(_seconds(layer, "backward", stage, device))
+        kept.append(layer.at_points("saved_bytes"))
     return float(np.median(seconds[1] / seconds[0])), float(np.median(kept[1] / kept[0]))
 
 
@@ -246,6 +255,21 @@ class _HeadCounts:
         return counts + self.num_left_out * (_counts_of(self.longer, name).T - counts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Counts of a layer, or of what stands around the layers, from those of pieces of `one` and of `two` layers."""
+
+    one: _Counts
+    two: _Counts
+    is_layer: bool
+
+    def at_points(self, name: str) -> np.ndarray:
+        one, two = self.one.at_points(name), self.two.at_points(name)
+        if name.endswith("product_rows"):  # a mean
+            return one
+        return two - one if self.is_layer else 2 * one - two
+
+
 def _counts_of(runs: list[CountedRun], name: str) -> np.ndarray:
     """The count of each run, [num_runs], or its `peaks`, [num_runs, num_peaks]."""
     return np.array([attrgetter(name)(run) for run in runs], dtype=float)
@@ -254,6 +278,15 @@ def _counts_of(runs: list[CountedRun], name: str) -> np.ndarray:
 def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: DeviceModel) -> np.ndarray:
     """Seconds of a pass at each point: those of the device, or those in which the host gives it its kernels, whichever
     are longer. The host runs ahead of a device that computes for longer."""
+    num_kernels, num_collectives = (
+        counts.at_points(f"{direction}.{name}") for name in ("num_kernels", "num_collectives")
+    )
+    host_s = num_kernels * device.dispatch_s + num_collectives * device.collective_s
+    return np.maximum(_device_seconds(counts, direction, stage, device), host_s)
+
+
+def _device_seconds(counts: _Counts, direction: str, stage: CountedStage, device: DeviceModel) -> np.ndarray:
+    """Seconds of a pass at each point that a device needs which never waits for the host."""
 
     def of(name: str) -> np.ndarray:
         return counts.at_points(f"{direction}.{name}")
@@ -265,8 +298,6 @@ def _seconds(counts: _Counts, direction: str, stage: CountedStage, device: Devic
     on_the_ring = (stage.tp - 1) / stage.tp * of("round_bytes")
     sharing_s = on_the_ring / (device.link_bytes_per_s * device.link_share)
     sharing_s = sharing_s + of("num_rounds") * (stage.tp - 1) * device.hop_s
-    device_s = (
+    return (
         product_s + attention_s + of("pointwise_bytes") / memory_rate + sharing_s + of("num_kernels") * device.launch_s
     )
-    host_s = of("num_kernels") * device.dispatch_s + of("num_collectives") * device.collective_s
-    return np.maximum(device_s, host_s)

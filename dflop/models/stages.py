@@ -130,7 +130,7 @@ class Stage(nn.Module, ABC):
         return "first" if "embed" in name else "last"
 
     def partial_gradients(self) -> list[str]:
-        """Names in `hf` of the parameters that are whole on every tensor-parallel rank, and of whose gradients each rank
+        """Names in `hf` of the parameters that every tensor-parallel rank has as a whole, but of whose gradients it
         computes a part: adapters that read the input of divided matrices."""
         ending = ".lora_A.weight"
         whole = [name for name in self.named_hf_parameters() if name.endswith(ending) and name not in self.shards]

@@ -82,8 +82,8 @@ class ParameterShards:
     """AdamW on one replica's shards of the stage's parameters, each with its `rates`.
 
     A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
-    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank. Of the gradients of
-    those in `partial` each rank of `tensor` computes a part.
+    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank. Each rank of
+    `tensor` computes a part of the gradients of those in `partial`.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class ParameterShards:
             shard.grad = None
 
     def sum_gradients(self) -> None:
-        """Take the summed gradients from FSDP2, which has already reduced those of each microbatch, and sum partial ones
-        over the tensor-parallel ranks."""
+        """Take the summed gradients from FSDP2, which has already reduced those of each microbatch. Partial ones are
+        summed over the tensor-parallel ranks."""
         for parameter, shard in self._trained.items():
             if parameter.grad is None:
                 shard.grad = torch.zeros_like(shard)

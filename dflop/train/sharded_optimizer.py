@@ -55,7 +55,7 @@ class ShardedAdamW:
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
     the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
     `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
-    tensor-parallel rank. Of the gradients of those in `partial` each rank of `tensor` computes a part. The gradients of
+    tensor-parallel rank. Each rank of `tensor` computes a part of the gradients of those in `partial`. The gradients of
     those in `complete_later` get a part behind the last backward. Those in `needed_first` are sent back first after an
     update, and may be waited for before the others.
     """
