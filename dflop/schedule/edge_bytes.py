@@ -34,10 +34,10 @@ def edge_bytes_of(
     A stage of the LLM holds its inputs and outputs. These are hidden states, and with them features of encoders that
     later layers take (`ModelSpec.hidden_size_before`). The input of the first stage is features, counted as if every
     token were one. Where a later stage recomputes its first layer, the hidden states that came in are left out here:
-    that layer keeps them as its input, and they count as the layer's. An encoder, and an LLM of one stage, hold
-    features and their gradients. The features of `frozen` encoders are kept during a few more forwards
-    (`step.instructions.kept_until`). With `has_slots`, the gradients that come to an encoder of one stage wait in slots
-    (`slot_bytes_of`).
+    that layer keeps them as its input, and they count as the layer's. (On tensor-parallel ranks it keeps a copy of the
+    rank's tokens, and they are not left out.) An encoder, and an LLM of one stage, hold features and their gradients.
+    The features of `frozen` encoders are kept during a few more forwards (`step.instructions.kept_until`). With
+    `has_slots`, the gradients that come to an encoder of one stage wait in slots (`slot_bytes_of`).
     """
     onward, held = {}, {}
     for grid in plan.grids:
@@ -53,6 +53,7 @@ def edge_bytes_of(
         sizes = np.array([*map(spec.hidden_size_before, first_layers), 0.0]) * value_bytes
         comes_in = sizes[:-1].copy()
         is_kept = np.array(plan.recomputed_of("llm", llm.num_layers)[1:]) > 0
+        is_kept &= plan.grid("llm").tp == 1
         comes_in[1:] -= np.where(is_kept, np.minimum(llm.hidden_size * value_bytes, comes_in[1:]), 0.0)
         onward["llm"], held["llm"] = sizes[1:], comes_in + sizes[1:]
     return EdgeBytes(onward, held)

@@ -19,8 +19,9 @@ the sum over all ranks that ends the one before, and with gathers of updated par
 forward waits. The two ends of the LLM's pipeline exchange a tied embedding behind that, and its gradient in the
 gradient sync. In the middle of a node's last backward, gradients begin to be summed: over the node's replicas or,
 where these share parameters, over the copies. The gradient sync begins the sums that are left, and waits for all of
-them. A group of one rank sums and gathers nothing; its collectives stand here, too, and wait for no other rank. Without
-a collective there is only less to wait for, so what ends with all of them ends without some.
+them; then a node's tensor-parallel ranks sum the gradients of which each has a part. A group of one rank sums and
+gathers nothing; its collectives stand here, too, and wait for no other rank. Without a collective there is only less to
+wait for, so what ends with all of them ends without some.
 """
 
 from collections import Counter, defaultdict, deque
@@ -247,8 +248,10 @@ class _World:
                 computed = [_Operation(item, worker, 0, [gradient])]
                 yield from (gradient, computed[0])
             left = self._collective(item, worker, about.module, computed, "left", about.pp_stage)
-            yield left
-            yield _Operation(item, worker, 0, [*awaited, left])
+            summed = _Operation(item, worker, 0, [*awaited, left])
+            yield from (left, summed)
+            partial = self._collective(item, worker, f"inside {about.module}", [summed], "partial", item.node)
+            yield from (partial, _Operation(item, worker, 0, [partial]))
             return
         begun = _Operation(item, worker, 0, awaited)
         inside = f"inside {about.module}"
