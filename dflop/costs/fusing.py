@@ -2,7 +2,7 @@
 
 AOTAutograd traces a layer's forward and backward and cuts them apart as torch.compile does, which decides what is kept
 (`min_cut_rematerialization_partition`). In both graphs, the operations between matrix products, attention and
-all-reduces become one kernel wherever they depend on each other. Training compiles a layer in pieces, before and behind
+collectives become one kernel wherever they depend on each other. Training compiles a layer in pieces, before and behind
 its attention, so that what the attention's projections read is kept in any case. Of a recomputed layer it leaves the
 last product out, which is not repeated: what only a layer's output needs is not counted in backward.
 """

@@ -6,7 +6,7 @@ low-rank adaptation of large language models", 2021, section 4). Names, starting
 package `peft`.
 
 If tensor-parallel ranks divide W by outputs, they divide B likewise, and each has all of A and a part of its gradient;
-if they divide W by inputs, they divide A, and each has all of B.
+if they divide W by inputs, they divide A, and each has all of B (in an LLM with a part of its gradient).
 """
 
 import math

@@ -6,7 +6,7 @@ A stage's inputs and outputs are the same whole tensors on every rank. Norms, th
 reduction are whole on every rank. Of the other parameters each rank has a part, and `stage.shards` says which.
 
 Between the blocks of an LLM's layers each rank has a part of the tokens (`token_parts.py`): a layer gathers and sums
-them twice in forward and twice in backward. Of the gradients of what is whole each rank then has a part
+them twice in forward and twice in backward. Of the gradients of what is whole in the layers each rank then has a part
 (`Stage.partial_gradients`), and the parts are summed once a step. In an encoder the residual stream is whole, and
 hidden states are all-reduced twice a layer in forward and twice in backward. All of it in the dtype of the matrix
 products. Norms over a divided width all-reduce one number a position more. Logits are not gathered.

@@ -6,7 +6,8 @@ gather and such a sum together move as many bytes as the all-reduce in whose pla
 "Reducing activation recomputation in large transformer models", 2022, section 4.2.2). As in torchtitan, what a block
 gathered is kept for its backward.
 
-All parts have the same number of tokens. The last ones are filled up with zeros, which no token's result depends on.
+All parts have the same number of tokens. The last ones are filled up with zeros, to which biases may be added. No
+token's result depends on them, and their gradients are zero.
 Hidden states are [1, num_tokens, hidden_size].
 """
 

@@ -82,8 +82,8 @@ class ParameterShards:
     """AdamW on one replica's shards of the stage's parameters, each with its `rates`.
 
     A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
-    the gradient norm. Parameters in `counted_elsewhere` are counted by another tensor-parallel rank. Each rank of
-    `tensor` computes a part of the gradients of those in `partial`.
+    the gradient norm. Parameters in `whole` are the same on all `tensor_ranks`: the rank that `counts_whole` counts
+    them, and of the gradients of those in `partial` each rank computes a part.
     """
 
     def __init__(
@@ -93,11 +93,12 @@ class ParameterShards:
         rank: int,
         *,
         rates: Mapping[nn.Parameter, Rates],
-        counted_elsewhere: Collection[nn.Parameter] = (),
+        whole: Collection[nn.Parameter] = (),
+        counts_whole: bool = True,
         partial: Collection[nn.Parameter] = (),
-        tensor: dist.ProcessGroup | None = None,
+        tensor_ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        self._is_counted, self._elsewhere = rank in sharers.ranks[0], set(counted_elsewhere)
+        self._is_counted, self._elsewhere = rank in sharers.ranks[0], set() if counts_whole else set(whole)
         # The shard of each trained parameter, which is updated in place.
         self._trained: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in parameters:
@@ -105,7 +106,7 @@ class ParameterShards:
                 _, shard = rows_of(parameter)
             if parameter.requires_grad and shard.numel():
                 self._trained[parameter] = nn.Parameter(shard)
-        self._whole, self._tensor = list(parameters), tensor
+        self._whole, self._tensor_ranks = list(parameters), tensor_ranks
         self._partial = [self._trained[parameter] for parameter in partial if parameter in self._trained]
         self._adamw = AdamW({shard: rates[parameter] for parameter, shard in self._trained.items()})
 
@@ -126,7 +127,7 @@ class ParameterShards:
                 shard.grad = summed.to(shard.dtype)
         if self._partial:
             together = torch.cat([shard.grad.flatten() for shard in self._partial])
-            dist.all_reduce(together, group=self._tensor)
+            dist.all_reduce(together, group=self._tensor_ranks)
             for shard, summed in zip(
                 self._partial, together.split([own.numel() for own in self._partial]), strict=True
             ):

@@ -86,7 +86,7 @@ class NodeModel:
         return nullcontext() if self.shared or not (is_last and self.overlaps) else self.optimizer.summing()
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the node's replicas."""
+        """Sum the gradients over the node's replicas, and partial ones over its tensor-parallel ranks."""
         if self.tied:
             self.tied.give_gradient()
         self.optimizer.sum_gradients()
@@ -241,19 +241,21 @@ def _with_shared_parameters(
         topology.sharers[common["index"]],
         topology.rank,
         rates=rates,
-        **_over_tensor_ranks(common, of_first),
+        **_over_tensor_ranks(common),
     )
     return NodeModel(**common, optimizer=optimizer, parameters=parameters, shared=shared, written_elsewhere=of_first)
 
 
-def _over_tensor_ranks(common: dict[str, Any], of_first: Sequence[str]) -> dict[str, Any]:
-    """What an optimiser is told of the parameters that are whole on every tensor-parallel rank of a node."""
+def _over_tensor_ranks(common: dict[str, Any]) -> dict[str, Any]:
+    """What an optimiser is told of the parameters that are whole on each of a node's tensor-parallel ranks."""
     stage, ranks = common["stage"], common["ranks"]
     parameters = stage.named_hf_parameters()
+    whole = [own for name, own in parameters.items() if name not in stage.shards] if ranks.size > 1 else []
     return {
-        "counted_elsewhere": [parameters[name] for name in of_first],
+        "whole": whole,
+        "counts_whole": ranks.is_first,
         "partial": [parameters[name] for name in stage.partial_gradients()],
-        "tensor": ranks.group,
+        "tensor_ranks": ranks.group,
     }
 
 
@@ -276,7 +278,7 @@ def _with_whole_parameters(
         topology.replicas[common["index"]],
         rates=rates,
         computed_in=dtype,
-        **_over_tensor_ranks(common, of_first),
+        **_over_tensor_ranks(common),
         complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
         needed_first=outside,
     )

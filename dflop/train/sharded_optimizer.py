@@ -54,10 +54,10 @@ class ShardedAdamW:
 
     Parameters become views of the buckets, and so do their gradients, which exist from then on. Parameters are given in
     the masters' dtype, and are converted to `computed_in`. Their order is about that in which forward uses them. All
-    `replicas` must have equal parameters. Parameters in `counted_elsewhere` are counted in the gradient norm by another
-    tensor-parallel rank. Each rank of `tensor` computes a part of the gradients of those in `partial`. The gradients of
-    those in `complete_later` get a part behind the last backward. Those in `needed_first` are sent back first after an
-    update, and may be waited for before the others.
+    `replicas` must have equal parameters. Parameters in `whole` are the same on all `tensor_ranks`: the rank that
+    `counts_whole` counts them in the gradient norm, and of the gradients of those in `partial` each rank computes a
+    part. The gradients of those in `complete_later` get a part behind the last backward. Those in `needed_first` are
+    sent back first after an update, and may be waited for before the others.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class ShardedAdamW:
         *,
         rates: Mapping[nn.Parameter, Rates],
         computed_in: torch.dtype | None = None,
-        counted_elsewhere: Collection[nn.Parameter] = (),
+        whole: Collection[nn.Parameter] = (),
+        counts_whole: bool = True,
         partial: Collection[nn.Parameter] = (),
-        tensor: dist.ProcessGroup | None = None,
+        tensor_ranks: dist.ProcessGroup | None = None,
         complete_later: Collection[nn.Parameter] = (),
         needed_first: Collection[nn.Parameter] = (),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self._replicas, self._tensor = replicas, tensor
+        self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
         trained, self._rates = [tensor for tensor in parameters if tensor.requires_grad], rates
         # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
-        elsewhere, later, partial = set(counted_elsewhere), set(complete_later), set(partial)
+        later, partial, whole = set(complete_later), set(partial), set(whole)
         # Backward completes the buckets from the last one on, except the first ones: those of parameters that are
-        # complete later, of partial ones and of those that are counted elsewhere, which are small and of all layers.
-        # The ranks that sum partial ones have equal buckets of them.
-        elsewhere_alone = elsewhere - later - partial
-        for group in (later, partial, elsewhere_alone, set(trained) - later - partial - elsewhere_alone):
+        # complete later, and of those that are whole on all tensor-parallel ranks, which are of all layers. These ranks
+        # have equal buckets of them.
+        for group in (later, partial, whole - later - partial, set(trained) - later - partial - whole):
             for bucket in _in_buckets([tensor for tensor in trained if tensor in group], bucket_bytes):
-                self._buckets.append(self._make_bucket(bucket, computed_in, bucket[0] not in elsewhere))
+                self._buckets.append(self._make_bucket(bucket, computed_in, counts_whole or bucket[0] not in whole))
         self._num_later = len({self._places[tensor][0] for tensor in trained if tensor in later})
         self._partial = sorted({self._places[tensor][0] for tensor in trained if tensor in partial})
         # While the last backward runs: by bucket, the parameters whose gradients are not complete.
@@ -153,7 +153,7 @@ class ShardedAdamW:
                 work.wait()
         self._num_begun, self._sums = 0, []
         for bucket in (self._buckets[number] for number in self._partial):
-            dist.all_reduce(bucket.gradients[bucket.owned], group=self._tensor)
+            dist.all_reduce(bucket.gradients[bucket.owned], group=self._tensor_ranks)
 
     def norm_squared(self) -> float:
         """The squared norm of the sums that this replica owns and counts. The sum over all ranks of the stage is the

@@ -65,6 +65,7 @@ CASES = {
     "embedding only": Case(layers=range(0)),
     "head only": Case(layers=range(DEPTH, DEPTH)),
     "head only, vocabulary not divisible": Case(layers=range(DEPTH, DEPTH), text={"vocab_size": 1027}),
+    "whole llama with biases, tokens not divisible": Case(text=LLAMA, num_tokens=39),
     "whole qwen3": Case(text=QWEN3),
     "internvl vision": Case(family="internvl", module="vision"),
     "internvl vision, as in 6B": Case(family="internvl", module="vision", vision=INTERNVIT_6B),
@@ -80,6 +81,7 @@ CASES = {
     "qwen3_vl vision": Case(family="qwen3_vl", module="vision"),
     "qwen3_vl vision, checkpointing": Case(family="qwen3_vl", module="vision", checkpointing=True),
     "qwen3_vl llm": Case(family="qwen3_vl"),
+    "qwen3_vl llm, tokens not divisible": Case(family="qwen3_vl", num_tokens=39),
     "qwen3_vl llm, features go on": Case(family="qwen3_vl", layers=range(1, 2)),
     "qwen2_5_omni vision": Case(family="qwen2_5_omni_thinker", module="vision"),
     "qwen2_5_omni audio": Case(family="qwen2_5_omni_thinker", module="audio"),
@@ -289,8 +291,8 @@ def test_ranks_keep_and_exchange_what_analytic_costs_count(divided, name):
         for kind, size in rank.collectives:
             of_kinds[kind] += size
         reduced, gathered, cut = (of_kinds.pop(kind, 0) for kind in ("allreduce_", *OF_TOKENS))
-        assert not of_kinds, "an encoder's ranks gather nothing"
-        assert (gathered > 0) == (cut > 0) == (case.module == "llm")
+        assert not of_kinds
+        assert (gathered > 0) == (cut > 0) == (case.module == "llm"), "an encoder's ranks gather nothing"
         round_bytes = counted.forward.round_bytes + counted.backward.round_bytes
         assert 2 * reduced + TP * gathered + cut == round_bytes
         assert rank.kept_bytes - uncounted == pytest.approx(counted.saved_bytes, rel=1e-2)

@@ -298,7 +298,9 @@ def test_two_ranks_halve_products_and_exchange_hidden_states(name, module, is_co
     for one, other in ((alone.forward, shared.forward), (alone.backward, shared.backward)):
         assert other.product_flops == pytest.approx(one.product_flops / 2, rel=1e-3)
         assert other.attention_flops == one.attention_flops / 2
-        assert one.pointwise_bytes / 2 < other.pointwise_bytes  # of encoders, norms are whole on every rank
+        assert one.pointwise_bytes / 2 < other.pointwise_bytes
+        if module == "llm":  # norms are shared, the ends of a stage are not
+            assert other.pointwise_bytes < 0.75 * one.pointwise_bytes
     positions = 96 if module == "llm" else shared.forward.product_rows
     hidden_bytes = 2 * positions * spec.module(module).hidden_size
     # Two all-reduces of two rounds each; for an LLM as many rounds, and one where the layers end. Features that are
