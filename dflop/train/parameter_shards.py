@@ -106,12 +106,12 @@ class ParameterShards:
                 _, shard = rows_of(parameter)
             if parameter.requires_grad and shard.numel():
                 self._trained[parameter] = nn.Parameter(shard)
-        self._whole, self._tensor_ranks = list(parameters), tensor_ranks
+        self._parameters, self._tensor_ranks = list(parameters), tensor_ranks
         self._partial = [self._trained[parameter] for parameter in partial if parameter in self._trained]
         self._adamw = AdamW({shard: rates[parameter] for parameter, shard in self._trained.items()})
 
     def zero_grad(self) -> None:
-        for parameter in self._whole:
+        for parameter in self._parameters:
             parameter.grad = None
         for shard in self._trained.values():
             shard.grad = None

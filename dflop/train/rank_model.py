@@ -209,13 +209,13 @@ def _build_node(
     if not stage.is_trained:
         compute_in(stage, dtype)  # parameters that are never updated have no masters
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
-    of_first = [name for name in stage.named_hf_parameters() if not ranks.is_first and name not in stage.shards]
+    whole = [name for name in stage.named_hf_parameters() if ranks.size > 1 and name not in stage.shards]
     if units:
         shared = SharedPasses(stage, units, config.model.trained)
-        return _with_shared_parameters(common, shared, topology, _rates(config, stage), of_first)
+        return _with_shared_parameters(common, shared, topology, _rates(config, stage), whole)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
-    return _with_whole_parameters(common, embedding, topology, _rates(config, stage), of_first)
+    return _with_whole_parameters(common, embedding, topology, _rates(config, stage), whole)
 
 
 def _rates(config: Config, stage: Stage) -> dict[nn.Parameter, Rates]:
@@ -232,7 +232,7 @@ def _with_shared_parameters(
     shared: SharedPasses,
     topology: Topology,
     rates: Mapping[nn.Parameter, Rates],
-    of_first: Sequence[str],
+    whole: Sequence[str],
 ) -> NodeModel:
     """A node whose replicas share its parameters."""
     parameters = common["stage"].named_hf_parameters()
@@ -241,18 +241,24 @@ def _with_shared_parameters(
         topology.sharers[common["index"]],
         topology.rank,
         rates=rates,
-        **_over_tensor_ranks(common),
+        **_over_tensor_ranks(common, whole),
     )
-    return NodeModel(**common, optimizer=optimizer, parameters=parameters, shared=shared, written_elsewhere=of_first)
+    return NodeModel(
+        **common, optimizer=optimizer, parameters=parameters, shared=shared, written_elsewhere=_of_first(common, whole)
+    )
 
 
-def _over_tensor_ranks(common: dict[str, Any]) -> dict[str, Any]:
+def _of_first(common: dict[str, Any], whole: Sequence[str]) -> Sequence[str]:
+    """Names of the parameters that the first of a node's tensor-parallel ranks writes for this one."""
+    return () if common["ranks"].is_first else whole
+
+
+def _over_tensor_ranks(common: dict[str, Any], whole: Sequence[str]) -> dict[str, Any]:
     """What an optimiser is told of the parameters that are whole on each of a node's tensor-parallel ranks."""
     stage, ranks = common["stage"], common["ranks"]
     parameters = stage.named_hf_parameters()
-    whole = [own for name, own in parameters.items() if name not in stage.shards] if ranks.size > 1 else []
     return {
-        "whole": whole,
+        "whole": [parameters[name] for name in whole],
         "counts_whole": ranks.is_first,
         "partial": [parameters[name] for name in stage.partial_gradients()],
         "tensor_ranks": ranks.group,
@@ -264,7 +270,7 @@ def _with_whole_parameters(
     embedding: TiedEmbedding | None,
     topology: Topology,
     rates: Mapping[nn.Parameter, Rates],
-    of_first: Sequence[str],
+    whole: Sequence[str],
 ) -> NodeModel:
     """A node whose replicas hold its whole parameters, and share the optimiser's state."""
     stage, dtype = common["stage"], common["dtype"]
@@ -278,7 +284,7 @@ def _with_whole_parameters(
         topology.replicas[common["index"]],
         rates=rates,
         computed_in=dtype,
-        **_over_tensor_ranks(common),
+        **_over_tensor_ranks(common, whole),
         complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
         needed_first=outside,
     )
@@ -293,7 +299,10 @@ def _with_whole_parameters(
         parameters=parameters,
         tied=embedding,
         outside=outside,
-        written_elsewhere={*of_first, *(name for name, parameter in parameters.items() if parameter is copy)},
+        written_elsewhere={
+            *_of_first(common, whole),
+            *(name for name, parameter in parameters.items() if parameter is copy),
+        },
     )
 
 

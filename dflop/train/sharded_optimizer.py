@@ -82,9 +82,9 @@ class ShardedAdamW:
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._buckets: list[_Bucket] = []
         later, partial, whole = set(complete_later), set(partial), set(whole)
-        # Backward completes the buckets from the last one on, except the first ones: those of parameters that are
-        # complete later, and of those that are whole on all tensor-parallel ranks, which are of all layers. These ranks
-        # have equal buckets of them.
+        # Backward completes the last bucket first. The first buckets are complete when it ends: a tied embedding's,
+        # which gets more later, and those of norms of all layers, which are whole on all tensor-parallel ranks. Of
+        # these all ranks have the same buckets.
         for group in (later, partial, whole - later - partial, set(trained) - later - partial - whole):
             for bucket in _in_buckets([tensor for tensor in trained if tensor in group], bucket_bytes):
                 self._buckets.append(self._make_bucket(bucket, computed_in, counts_whole or bucket[0] not in whole))
