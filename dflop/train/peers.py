@@ -59,6 +59,8 @@ _READS = (
 )
 # How long a rank may take to end after the first node has.
 _AFTER_STORE_S = 30.0
+# How long a rank that ends the job waits for the others' flight records.
+_RECORDS_S = 10.0
 
 
 def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> float:
@@ -193,15 +195,15 @@ class PeerWatch(threading.Thread):
                     file=sys.stderr,
                     flush=True,
                 )
+        # A connection that a killed rank breaks ends the others at once, so they record before.
+        self._record()
+        self._await_records([rank for rank in range(self._world_size) if rank not in silent])
         # torchrun would send SIGTERM first, and wait for half a minute before it kills a process that hangs. What the
         # store says is believed of processes that torchrun has started here alone.
         here = {now[rank]["pid"] for rank in silent if now[rank]["host"] == self._about["host"]}
         for pid in here.intersection(children_of(os.getppid())) - {os.getpid()}:
             with contextlib.suppress(OSError):  # another rank may have killed it already
                 os.kill(pid, signal.SIGKILL)
-        self._record()
-        if self._has_recorded:  # the others do so before a connection breaks, and they end
-            time.sleep(2 * self._between_s)
         os._exit(1)
 
     def _record(self) -> None:
@@ -212,6 +214,16 @@ class PeerWatch(threading.Thread):
             self._has_recorded = True
             with contextlib.suppress(OSError, RuntimeError):
                 Path(f"{prefix}{self._rank}").write_bytes(dump())
+            with contextlib.suppress(OSError, dist.DistError):
+                self._store.set(f"recorded/{self._rank}", "")
+
+    def _await_records(self, ranks: list[int]) -> None:
+        until = time.monotonic() + _RECORDS_S
+        with contextlib.suppress(dist.DistError):
+            while self._has_recorded and time.monotonic() < until:
+                if self._store.check([f"recorded/{rank}" for rank in ranks]):
+                    return
+                time.sleep(self._between_s)
 
 
 def _told(sign: dict) -> str:
