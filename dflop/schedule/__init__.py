@@ -6,7 +6,15 @@ teach.
 Schedules: `scheduler` decides a step, `service` does so in a process beside training, `preview` shows the first steps.
 """
 
-from dflop.schedule.assignment import Assignment, Cells, deal_items, starts_anew_in_microbatches, sums_by_cell
+from dflop.schedule.assignment import (
+    Assignment,
+    Cells,
+    cells_in,
+    deal_items,
+    module_alone,
+    starts_anew_in_microbatches,
+    sums_by_cell,
+)
 from dflop.schedule.batch_problem import loads_without_plan
 from dflop.schedule.correction import NO_CORRECTIONS, Corrections, Learner, bin_of, is_stale, stale_share
 from dflop.schedule.correction_file import CorrectionFile, prices_digest, read_learned
@@ -52,6 +60,7 @@ __all__ = [
     "StepSearch",
     "alone_bytes",
     "bin_of",
+    "cells_in",
     "deal_items",
     "describe_left_out",
     "find_link",
@@ -62,6 +71,7 @@ __all__ = [
     "leave_out_too_large",
     "loads_of",
     "loads_without_plan",
+    "module_alone",
     "preview_frames",
     "prices_digest",
     "rank_columns",

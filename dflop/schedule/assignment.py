@@ -19,10 +19,12 @@ from dflop.shapes import SampleShapes
 __all__ = [
     "Assignment",
     "Cells",
+    "cells_in",
     "cells_of",
     "deal_items",
     "deal_media",
     "edge_tokens",
+    "module_alone",
     "samples_alone",
     "starts_anew_in_microbatches",
     "sums_by_cell",
@@ -95,37 +97,44 @@ def cells_of(plan: Plan, shapes: SampleShapes, assignment: Assignment) -> dict[s
     """The loads of every replica of each module in every microbatch; arrays [dp, num_microbatches]."""
     cells = {}
     for module, alone in samples_alone(plan, shapes).items():
-        shape = (plan.grid(module).dp, plan.num_microbatches)
         replica = assignment.llm_dp_rank
         if module != "llm":
             replica = assignment.encoder_rank[:, shapes.encoders.index(module)]
-        place = replica * plan.num_microbatches + assignment.microbatch
-        values = np.array([*alone.loads, alone.edge_tokens, alone.features], dtype=float)
-        *loads, tokens, features = sums_by_cell(place, values, shape[0] * shape[1]).reshape(-1, *shape)
-        cells[module] = Cells(Loads(*loads), tokens, features)
+        cells[module] = cells_in(alone, replica, assignment.microbatch, plan.grid(module).dp, plan.num_microbatches)
     return cells
+
+
+def cells_in(alone: Cells, replica: np.ndarray, microbatch: np.ndarray, dp: int, num_microbatches: int) -> Cells:
+    """A module's loads in every microbatch, arrays [dp, num_microbatches], from those of each sample `alone`."""
+    values = np.array([*alone.loads, alone.edge_tokens, alone.features], dtype=float)
+    sums = sums_by_cell(replica * num_microbatches + microbatch, values, dp * num_microbatches)
+    *loads, tokens, features = sums.reshape(-1, dp, num_microbatches)
+    return Cells(Loads(*loads), tokens, features)
 
 
 def samples_alone(plan: Plan, shapes: SampleShapes) -> dict[str, Cells]:
     """The loads that each sample adds to each module; arrays [num_samples]."""
-    come = shapes.kept_tokens.sum(axis=1) * PLACEMENTS[plan.placement].has_bridges
-    return {
-        grid.module: Cells(
-            loads_of(grid.module, shapes), edge_tokens(plan, grid.module, shapes), come * (grid.module == "llm")
-        )
-        for grid in plan.grids
-    }
+    how = {"has_bridges": PLACEMENTS[plan.placement].has_bridges, "cuts_llm": plan.num_stages("llm") > 1}
+    return {grid.module: module_alone(grid.module, shapes, **how) for grid in plan.grids}
 
 
-def edge_tokens(plan: Plan, module: str, shapes: SampleShapes) -> np.ndarray:
+def module_alone(module: str, shapes: SampleShapes, *, has_bridges: bool, cuts_llm: bool) -> Cells:
+    """The loads that each sample adds to a module; arrays [num_samples]. `cuts_llm` says that the LLM has more than one
+    stage."""
+    come = shapes.kept_tokens.sum(axis=1) * (has_bridges and module == "llm")
+    tokens = edge_tokens(module, shapes, has_bridges=has_bridges, cuts_llm=cuts_llm)
+    return Cells(loads_of(module, shapes), tokens, come)
+
+
+def edge_tokens(module: str, shapes: SampleShapes, *, has_bridges: bool, cuts_llm: bool) -> np.ndarray:
     """Tokens of each sample that travel over an edge into or out of a stage of the module, [num_samples].
 
     Between stages of the LLM these are all of the sample's tokens. Between stages of an encoder they are taken to be
     as many as its features, since the shapes do not give their true number.
     """
-    if module == "llm" and plan.num_stages("llm") > 1:
+    if module == "llm" and cuts_llm:
         return shapes.llm_tokens
-    if not PLACEMENTS[plan.placement].has_bridges:
+    if not has_bridges:
         return np.zeros_like(shapes.llm_tokens)
     return shapes.kept_tokens.sum(axis=1) if module == "llm" else shapes.kept_by(module)
 

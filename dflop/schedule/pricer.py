@@ -131,7 +131,9 @@ class Pricer:
         placement fills bubbles, with the slots of encoders (`filled`)."""
         return self.filled(shapes, deal_media(self.plan, shapes, llm_dp_rank, microbatch))
 
-    def filled(self, shapes: SampleShapes, assignment: Assignment) -> Assignment:
+    def filled(
+        self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
+    ) -> Assignment:
         """The assignment with the slots of the fastest known order that fits into memory.
 
         Where none of the tried orders fits, it gets the order that needs least memory. It is returned unchanged where
@@ -139,7 +141,7 @@ class Pricer:
         """
         if self.filler is None:
             return assignment
-        cells = self.cells(shapes, assignment)
+        cells = cells or self.cells(shapes, assignment)
         of_stages, limit_bytes = self.memory.of_stages(cells), self.memory.limit_bytes
         if self._least_bytes(of_stages) > limit_bytes:
             return assignment

@@ -1,10 +1,11 @@
 """The search: the plan with the shortest expected step among all that fit into memory.
 
-This is a best-first search. Every row of the space has a lower bound on its step time (`step_bounds`), and two tighter
-ones that take longer to compute. The row with the lowest bound is always the next one. It gets its next tighter bound
-and goes back into the queue; a row that has its tightest bound is priced by simulation, one batch after the other, and
-is dropped as soon as enough others are certain to be faster. The search ends when the lowest bound in the queue is no
-better than what was found. The result is then the argmin of the space, although most rows were never simulated.
+This is a best-first search. Every row of the space has a lower bound on its step time (`step_bounds`), and three
+tighter ones that take longer to compute. The row with the lowest bound is always the next one. It gets its next tighter
+bound and goes back into the queue; a row that has its tightest bound is priced by simulation, one batch after the
+other, and is dropped as soon as enough others are certain to be faster. The search ends when the lowest bound in the
+queue is no better than what was found. The result is then the argmin of the space, although most rows were never
+simulated.
 """
 
 import heapq
@@ -204,7 +205,15 @@ class _Search:
 
     def look_at(self, number: int, level: int, bound_s: float) -> float | None:
         """The row's bound of the next level after `level`; None when the row is priced or dropped."""
-        return (self._by_mean_batch, self._by_batches, self._price)[level](self._bounds.row(number), bound_s)
+        if level == 0:
+            return self._by_mean_pipeline(number, bound_s)
+        return (self._by_mean_batch, self._by_batches, self._price)[level - 1](self._bounds.row(number), bound_s)
+
+    def _by_mean_pipeline(self, number: int, bound_s: float) -> float:
+        """The bound without memory, which takes most of the time and is not needed for most rows."""
+        if self.threshold_s == np.inf:
+            return bound_s  # and maybe nothing fits
+        return max(bound_s, self._bounds.mean_s(self._bounds.plain_row(number)))
 
     def _by_mean_batch(self, row: Row, bound_s: float) -> float | None:
         if not self._may_fit(row, self._bounds.llm_bytes):

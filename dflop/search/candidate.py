@@ -184,10 +184,9 @@ class PlanPricer:
 
     def _grouped(self, batch: int) -> _Grouped:
         if batch not in self._assigned:
-            shapes, llm = self._batches.shapes[batch], self.plan.grid("llm")
-            grouped = self._batches.group(self._policy, batch, llm.dp, self.plan.num_microbatches)
-            assignment = self._pricer.assign(shapes, *grouped)
-            self._assigned[batch] = _Grouped(shapes, assignment, self._pricer.cells(shapes, assignment))
+            shapes = self._batches.shapes[batch]
+            assignment, cells = self._batches.assigned(self._policy, batch, self.plan)
+            self._assigned[batch] = _Grouped(shapes, self._pricer.filled(shapes, assignment, cells), cells)
         return self._assigned[batch]
 
     def _mean_load(self, module: str) -> float:

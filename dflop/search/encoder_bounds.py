@@ -8,7 +8,7 @@ such share adds to the step.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from dflop.models import ModelSpec, ModuleSpec
 from dflop.plan import PLACEMENTS, SHARDINGS
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
-from dflop.schedule import deal_items, loads_of, starts_anew_in_microbatches, sums_by_cell
+from dflop.schedule import starts_anew_in_microbatches
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.space import even_layers
 
@@ -51,11 +51,8 @@ class DealtMedia:
         trained: TrainedSet,
     ) -> None:
         self._spec, self._costs, self._batches = spec, costs, batches
-        self._group, self._trained = partial(batches.group, policy), trained.among(spec.modules)
+        self._policy, self._trained = policy, trained.among(spec.modules)
         self._dealt = lru_cache(maxsize=64)(self._deal)
-        self._loads = [
-            [np.array(loads_of(encoder.name, shapes)) for shapes in batches.shapes] for encoder in spec.encoders
-        ]
 
     def adds_s(self, row: Mapping[str, Any], encoders_again: float, sync_s: float) -> np.ndarray | float:
         """Seconds that encoders add to the step of each batch, [num_batches]; 0 where nothing is certain.
@@ -64,16 +61,16 @@ class DealtMedia:
         LLM's longest gradient sync, which runs beside the encoders' last backward.
         """
         placement = PLACEMENTS[row["placement"]]
-        if not placement.has_bridges or (placement.shares_ranks and not placement.encodes_all_first):
+        if not placement.has_bridges:
             return 0.0
         if not self._spec.encoders:
             return 0.0
         each = []
-        for column, encoder in enumerate(self._spec.encoders):
+        for encoder in self._spec.encoders:
             starts_anew = starts_anew_in_microbatches(placement, gathers=self._gathers(row, encoder))
-            key = column, row[f"{encoder.name}_dp"], row["llm_dp"], row["num_microbatches"], starts_anew
+            key = row["llm_dp"], row["num_microbatches"], encoder.name, row[f"{encoder.name}_dp"], starts_anew
             each.append((encoder, self._dealt(*key)))
-        if placement.encodes_all_first:
+        if placement.shares_ranks:
             return sum(self._on_every_rank_s(row, encoder, dealt.loads, encoders_again) for encoder, dealt in each)
         waits_s = [self._waits_s(row, encoder, dealt, sync_s) for encoder, dealt in each]
         return np.max(waits_s, axis=0)
@@ -85,19 +82,18 @@ class DealtMedia:
         """Whether all replicas of the encoder share its parameters, and so wait for each other in every layer."""
         return self._gathers(row, encoder) and row[f"{encoder.name}_shards"] == row[f"{encoder.name}_dp"]
 
-    def _deal(self, column: int, dp: int, llm_dp: int, num_microbatches: int, starts_anew: bool) -> _Dealt:
-        """How the media of the encoder number `column` are dealt among its `dp` replicas."""
-        sums, encoder_cells, llm_cells = [], [], []
+    def _deal(self, llm_dp: int, num_microbatches: int, encoder: str, dp: int, starts_anew: bool) -> _Dealt:
+        """How an encoder's media are dealt among its `dp` replicas."""
+        loads, encoder_cells, llm_cells = [], [], []
         for batch, shapes in enumerate(self._batches.shapes):
-            rank, microbatch = self._group(batch, llm_dp, num_microbatches)
-            num_items = shapes.num_items[:, column]
-            encoder_rank = deal_items(num_items, microbatch, dp, starts_anew=starts_anew)
-            cell = encoder_rank * num_microbatches + microbatch
-            sums.append(sums_by_cell(cell, self._loads[column][batch], dp * num_microbatches))
-            encoder_cells.append(cell[num_items > 0])
-            llm_cells.append((rank * num_microbatches + microbatch)[num_items > 0])
-        of_loads = np.array(sums).reshape(-1, 4, dp, num_microbatches).swapaxes(0, 1)
-        return _Dealt(Loads(*of_loads), encoder_cells, llm_cells)
+            grouped = self._policy, batch, llm_dp, num_microbatches
+            rank, microbatch = self._batches.group(*grouped)
+            encoder_rank = self._batches.encoder_rank(*grouped, encoder, dp, starts_anew)
+            loads.append(self._batches.cells(*grouped, encoder, (dp, starts_anew)).loads)
+            has_items = shapes.items_of(encoder) > 0
+            encoder_cells.append((encoder_rank * num_microbatches + microbatch)[has_items])
+            llm_cells.append((rank * num_microbatches + microbatch)[has_items])
+        return _Dealt(Loads(*map(np.stack, zip(*loads, strict=True))), encoder_cells, llm_cells)
 
     def _on_every_rank_s(
         self, row: Mapping[str, Any], encoder: ModuleSpec, loads: Loads, encoders_again: float

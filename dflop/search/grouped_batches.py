@@ -1,8 +1,11 @@
 """The global batches that plans are priced on, and how each is regrouped for a number of replicas and microbatches.
 
 Groups do not depend on the rest of a plan: a sample's load is its cost in each whole module, relative to the other
-samples. So even buckets are computed once for all plans with as many of them.
+samples. So even buckets are computed once for all plans with as many of them, and how an encoder's media are dealt once
+for all plans with as many of its replicas.
 """
+
+from functools import lru_cache
 
 import numpy as np
 
@@ -10,8 +13,20 @@ from dflop.balance import DrawnBatch, Policy
 from dflop.config import Config
 from dflop.costs import PARTS, CostModel, Loads, StageKind
 from dflop.models import ModelSpec
+from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.layout_key import LayoutKey
-from dflop.schedule import GlobalBatches, loads_of, loads_without_plan, sums_by_cell
+from dflop.schedule import (
+    Assignment,
+    Cells,
+    GlobalBatches,
+    cells_in,
+    deal_items,
+    loads_of,
+    loads_without_plan,
+    module_alone,
+    starts_anew_in_microbatches,
+    sums_by_cell,
+)
 from dflop.schedule.sharing import degrees_of, most_shares
 from dflop.shapes import SampleShapes
 from dflop.shapes.shares import SampleDivider
@@ -22,6 +37,8 @@ __all__ = ["GroupedBatches"]
 _LEAST_BATCHES, _MOST_BATCHES, _ENOUGH_SAMPLES = 2, 16, 4096
 # How many divisions of batches into even buckets are kept.
 _MOST_KEPT = 1024
+# How many samples' replicas are kept, of all ways in which samples and media were dealt, or loads summed.
+_MOST_SAMPLES_KEPT, _LEAST_KEPT = 2**22, 64
 # A share in the batches that plans are priced on has at most this part of what a device computes of a batch.
 SEARCH_FILL = 0.05
 
@@ -53,6 +70,11 @@ class GroupedBatches:
             self.largest = divider.divided(self.largest, np.minimum(most_shares(self.largest), cp))
         self._spares: dict[LayoutKey, bool] = {}
         num_kept = max(1, _MOST_KEPT // num_batches)
+        self._alone = lru_cache(maxsize=None)(self._module_alone)
+        most_kept = max(_LEAST_KEPT, _MOST_SAMPLES_KEPT // size)
+        self.group = lru_cache(maxsize=most_kept)(self._group)
+        self.encoder_rank = lru_cache(maxsize=most_kept)(self._deal_encoder)
+        self.cells = lru_cache(maxsize=most_kept)(self._sum_cells)
         self.drawn = [
             DrawnBatch(loads_without_plan(shapes, spec, costs), shapes.llm_tokens, [config.seed, batch], num_kept)
             for batch, shapes in enumerate(self.shapes)
@@ -61,9 +83,56 @@ class GroupedBatches:
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def group(self, policy: Policy, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+    def _group(self, policy: Policy, batch: int, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
         """LLM replica and microbatch of each sample, [num_samples] each, by a policy's quick form."""
         return policy.quick(self.drawn[batch], dp, num_microbatches)
+
+    def assigned(self, policy: Policy, batch: int, plan: Plan) -> tuple[Assignment, dict[str, Cells]]:
+        """A batch as a policy's quick form groups it for a plan, with the replicas that encode its media
+        (`deal_media`), and each module's loads (`cells_of`)."""
+        placement, cuts_llm = PLACEMENTS[plan.placement], plan.num_stages("llm") > 1
+        grouped = policy, batch, plan.grid("llm").dp, plan.num_microbatches
+        llm_rank, microbatch = self.group(*grouped)
+        ranks, cells = {}, {}
+        for grid in plan.grids:
+            dealt = None  # as the samples themselves are
+            if grid.module != "llm" and placement.has_bridges:
+                dealt = grid.dp, starts_anew_in_microbatches(placement, gathers=grid.gathers)
+                ranks[grid.module] = self.encoder_rank(*grouped, grid.module, *dealt)
+            cells[grid.module] = self.cells(*grouped, grid.module, dealt, placement.has_bridges, cuts_llm)
+        encoder_rank = [ranks.get(encoder, llm_rank) for encoder in self.shapes[batch].encoders]
+        encoder_rank = np.stack(encoder_rank, axis=1) if encoder_rank else np.empty((len(llm_rank), 0), dtype=np.int64)
+        return Assignment(llm_dp_rank=llm_rank, microbatch=microbatch, encoder_rank=encoder_rank), cells
+
+    def _deal_encoder(
+        self, policy: Policy, batch: int, llm_dp: int, num_microbatches: int, encoder: str, dp: int, starts_anew: bool
+    ) -> np.ndarray:
+        """The replica of an encoder, out of `dp`, that computes each sample's media, [num_samples] (`deal_items`)."""
+        _, microbatch = self.group(policy, batch, llm_dp, num_microbatches)
+        return deal_items(self.shapes[batch].items_of(encoder), microbatch, dp, starts_anew=starts_anew)
+
+    def _sum_cells(
+        self,
+        policy: Policy,
+        batch: int,
+        llm_dp: int,
+        num_microbatches: int,
+        module: str,
+        dealt: tuple[int, bool] | None = None,
+        has_bridges: bool = True,
+        cuts_llm: bool = False,
+    ) -> Cells:
+        """A module's loads in every microbatch, arrays [dp, num_microbatches]. `dealt` are the last arguments of
+        `encoder_rank`, or None where the samples' own replicas count."""
+        rank, microbatch = self.group(policy, batch, llm_dp, num_microbatches)
+        dp = llm_dp
+        if dealt:
+            rank, dp = self.encoder_rank(policy, batch, llm_dp, num_microbatches, module, *dealt), dealt[0]
+        alone = self._alone(batch, module, has_bridges, cuts_llm)
+        return cells_in(alone, rank, microbatch, dp, num_microbatches)
+
+    def _module_alone(self, batch: int, module: str, has_bridges: bool, cuts_llm: bool) -> Cells:
+        return module_alone(module, self.shapes[batch], has_bridges=has_bridges, cuts_llm=cuts_llm)
 
     def mean_text(self, policy: Policy, dp: int, num_microbatches: int) -> Loads:
         """The LLM's loads in each microbatch, as means over its replicas, [num_batches, num_microbatches]."""

@@ -1,13 +1,16 @@
-"""A tighter bound: the LLM's pipeline simulated with one replica that holds the mean of all.
+"""Tighter bounds: the LLM's pipeline simulated with one replica that holds the mean of all, or with the fullest.
 
 A step time is a maximum of sums of durations, so it is convex in them, and durations are convex in loads. The mean
 replica's step is therefore not above the mean of the replicas' steps (Jensen), which is not above the slowest one's.
 Unlike `step_bounds`, this bound uses how the batch is grouped, and so the loads of the first and last microbatches.
+
+No step is shorter than that of its fullest replica, or of those that meet in every layer. That bound is mostly tighter,
+but what encoders add to the mean of the replicas does not add to it.
 """
 
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +28,10 @@ from dflop.search.link_bounds import LeastLinks, possible_scopes
 from dflop.search.space import Splits, llm_layers
 from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
 
-__all__ = ["MeanPipelines"]
+__all__ = ["MeanPipelines", "Of"]
+
+# The replica whose pipeline is simulated.
+Of = Literal["mean batch", "mean replica", "fullest replica"]
 
 
 class MeanPipelines:
@@ -50,38 +56,43 @@ class MeanPipelines:
         self._passes = lru_cache(maxsize=1024)(self._sharded_passes)
         self._trained_bytes = lru_cache(maxsize=4096)(self._stage_trained_bytes)
         self._compiled = lru_cache(maxsize=4096)(_compile)
-        self._text = lru_cache(maxsize=1024)(self._mean_text)
+        self._text = lru_cache(maxsize=1024)(self._loads)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
         self._kinds = lru_cache(maxsize=1024)(partial(_distinct_kinds, self._trained))
         self._shares = lru_cache(maxsize=4096)(self._hidden_shares)
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
 
     def of_batches(
-        self, row: Mapping[str, Any], recomputed: Recomputed, *, mean: bool = False
+        self, row: Mapping[str, Any], recomputed: Recomputed, of: Of = "mean replica"
     ) -> tuple[np.ndarray, np.ndarray]:
         """For each batch, the seconds of the LLM's step, [num_batches], and of each pipeline rank's work with what does
         not hide of its gradient sync, [num_batches, pp].
 
-        With `mean`, the results are those of the mean batch, [1] and [1, pp], whose step is not above the mean of the
-        batches' steps, by Jensen once more.
+        Those of the "mean batch", [1] and [1, pp], have a step that is not above the mean of the batches' steps, by
+        Jensen once more.
         """
         layout, pp, dp = LayoutKey.of_row(row, "llm_"), row["llm_pp"], row["llm_dp"]
-        count = row["num_microbatches"]
+        count, gathers = row["num_microbatches"], SHARDINGS[row["llm_sharding"]].gathers
         layers = llm_layers(row, self._splits, self._num_layers)
-        of_parts = self._parts(layout, dp, count, any(recomputed.layers), mean)
-        if SHARDINGS[row["llm_sharding"]].gathers:
+        of_parts, text = self._parts(layout, dp, count, any(recomputed.layers), of), self._text(dp, count, of)
+        kinds, places = self._kinds(layout, layers, recomputed)
+        if gathers:
             passes = zip(self._passes(layout, row["llm_shards"], *recomputed), of_parts, strict=True)
-            forward_s, backward_s = (sharded.seconds(of_part)[:, None] for sharded, of_part in passes)
+            of_passes = [sharded.seconds(of_part)[:, None] for sharded, of_part in passes]
         else:
-            kinds, places = self._kinds(layout, layers, recomputed)
-            forward_s, backward_s = (
-                np.stack([kind.total(of_part, parts) for kind, parts in each], axis=1).take(places, axis=1)
-                for of_part, each in zip(
-                    of_parts,
-                    ([(kind, None) for kind in kinds], [(kind, kind.parts_with_backward) for kind in kinds]),
-                    strict=True,
-                )
-            )
+            forward_s, backward_s = of_parts
+            of_passes = [
+                np.stack([kind.total(forward_s) for kind in kinds], axis=1),
+                np.stack([kind.total(backward_s, kind.parts_with_backward) for kind in kinds], axis=1),
+            ]
+        tokens = text.num_tokens
+        if of == "fullest replica":
+            if gathers:  # as `StageCosts` has replicas without work
+                of_passes = [np.where(tokens[:, None] > 0, seconds, 0.0) for seconds in of_passes]
+            num_meeting = max(row["llm_shards"] if gathers else 1, row.get("llm_cp", 1))
+            *of_passes, tokens = _of_fullest(*of_passes, tokens[:, None], len(self._batches), num_meeting)
+            tokens = tokens[:, 0]
+        forward_s, backward_s = (seconds.take(places, axis=1) for seconds in of_passes)
         sync_s = self._sync_s(row, layers)
         early_s, late_s = sync_s * self._shares(layout, row["llm_shards"], layers)
         rest_s = sync_s - early_s - late_s
@@ -96,7 +107,7 @@ class MeanPipelines:
         times = StageTimes(
             forward_s=forward_s,
             backward_s=backward_s,
-            chain_s=self._chain_s(layout, dp, count, mean, forward_s.shape),
+            chain_s=self._chain_s(dp * layout.num_ranks, tokens, len(layers)),
             bridges=Bridges.none(),
             sync_s=sync_s,
             early_sync_s=early_s,
@@ -106,17 +117,15 @@ class MeanPipelines:
         of_stages = (forward_s + backward_s).sum(axis=2) + rest_s
         return step_s, of_stages.reshape(len(of_stages), row["num_chunks"], pp).sum(axis=1)
 
-    def _chain_s(
-        self, layout: LayoutKey, dp: int, num_microbatches: int, mean: bool, shape: tuple[int, ...]
-    ) -> np.ndarray:
-        """Seconds of transfers between stages, as a lower bound over the links that may be between them.
+    def _chain_s(self, num_ranks: int, tokens: np.ndarray, num_stages: int) -> np.ndarray:
+        """Seconds of transfers of `tokens` [num_batches, num_microbatches] between stages of `num_ranks` ranks each, as
+        a lower bound over the links that may be between them.
 
         The bound takes the least latency and the largest bandwidth of all these links. The minimum over the links would
         be concave in the bytes, and Jensen's inequality would not hold.
         """
-        latency_s, bytes_per_s = self._best_link(dp * layout.num_ranks)
-        num_bytes = self._text(dp, num_microbatches, mean).num_tokens * self.token_bytes
-        return np.repeat((latency_s + num_bytes / bytes_per_s)[:, None], shape[1], axis=1)
+        latency_s, bytes_per_s = self._best_link(num_ranks)
+        return np.repeat((latency_s + tokens * self.token_bytes / bytes_per_s)[:, None], num_stages, axis=1)
 
     def _least_link(self, num_ranks: int) -> tuple[float, float]:
         links = [
@@ -150,18 +159,24 @@ class MeanPipelines:
         kinds = stage_kinds("llm", layout, layers, (), self._trained)
         return np.array([self._costs.trained_and_frozen_bytes(kind)[0] for kind in kinds])
 
-    def _mean_text(self, dp: int, num_microbatches: int, mean: bool) -> Loads:
-        """The LLM's loads on the mean replica, [num_batches, num_microbatches]; with `mean` those of the mean batch,
-        [1, num_microbatches]."""
-        if not mean:
+    def _loads(self, dp: int, num_microbatches: int, of: Of) -> Loads:
+        """The LLM's loads on the mean replica, [num_batches, num_microbatches], on that of the mean batch,
+        [1, num_microbatches], or on each of all, among which the fullest is, [num_batches * dp, num_microbatches]."""
+        if of == "mean replica":
             return self._batches.mean_text(self._policy, dp, num_microbatches)
-        return Loads(*(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, False)))
+        if of == "mean batch":
+            return Loads(
+                *(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, "mean replica"))
+            )
+        batches = range(len(self._batches))
+        each = [self._batches.cells(self._policy, batch, dp, num_microbatches, "llm").loads for batch in batches]
+        return Loads(*map(np.concatenate, zip(*each, strict=True)))
 
     def _part_times(
-        self, layout: LayoutKey, dp: int, num_microbatches: int, recomputes: bool, mean: bool
+        self, layout: LayoutKey, dp: int, num_microbatches: int, recomputes: bool, of: Of
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Forward and backward seconds of the LLM's parts on the mean replica, [num_batches, num_microbatches]."""
-        text = self._text(dp, num_microbatches, mean)
+        """Forward and backward seconds of the LLM's parts with the loads of `_loads`."""
+        text = self._text(dp, num_microbatches, of)
         return self._costs.part_times("llm", layout, text, ALL_PARTS if recomputes else KEPT_PARTS)
 
 
@@ -172,6 +187,21 @@ def _distinct_kinds(
     kinds = stage_kinds("llm", layout, layers, recomputed.layers, trained, recomputed.attention_kept)
     distinct = list(dict.fromkeys(kinds))
     return distinct, np.array([distinct.index(kind) for kind in kinds])
+
+
+def _of_fullest(
+    forward_s: np.ndarray, backward_s: np.ndarray, tokens: np.ndarray, num_batches: int, num_meeting: int
+) -> list[np.ndarray]:
+    """The largest values of each microbatch among the `num_meeting` neighbouring replicas that take longest.
+
+    Arrays are [num_batches * dp, num_kinds or 1, num_microbatches]; the results' first axis is [num_batches].
+    """
+    each = [
+        values.reshape(num_batches, -1, num_meeting, *values.shape[1:]).max(axis=2)
+        for values in (forward_s, backward_s, tokens)
+    ]
+    fullest = (each[0] + each[1]).sum(axis=(2, 3)).argmax(axis=1)
+    return [values[np.arange(num_batches), fullest] for values in each]
 
 
 def _compile(pp: int, num_microbatches: int, schedule: str, num_chunks: int) -> CompiledPlan:

@@ -15,7 +15,7 @@ from dflop.plan import PLACEMENTS, Plan
 from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.levels import Recomputed, of_stages
 from dflop.search.memory_bounds import LeastMemory
-from dflop.search.pipeline_bounds import MeanPipelines
+from dflop.search.pipeline_bounds import MeanPipelines, Of
 from dflop.search.space import Splits, llm_layers, plan_of
 from dflop.search.step_bounds import LowerBounds
 
@@ -68,15 +68,25 @@ class RowBounds:
         self._splits, self._num_layers = splits, num_layers
         self._bounds, self._pipelines, self._media, self._memory = bounds, pipelines, media, memory
         self._limit_bytes, self._pinned = limit_bytes * MARGIN, pinned
-        self._llm_place = bounds.llm_place.tolist()
-        # What was computed, by its name and by all of a row that it depends on.
+        self._grid_place = bounds.grid_place.tolist()
+        # What was computed, by its name and by all of a row that it depends on: of the LLM alone, on `grid_place`.
         self._known: dict[tuple, Any] = {}
 
     def row(self, number: int) -> Row:
         """The row with this number, with the layers that have to be recomputed so that the LLM alone fits."""
         values = dict(zip(self._columns, self._rows.row(number), strict=True))
-        key = "llm", self._llm_place[number]
+        key = "llm", self._grid_place[number]
         return Row(number, values, *self._once(key, lambda: self._look_at_llm(number, values)))
+
+    def plain_row(self, number: int) -> Row:
+        """The row with this number, as if no layer had to be recomputed. It takes much less time."""
+        values = dict(zip(self._columns, self._rows.row(number), strict=True))
+
+        def layers() -> tuple[tuple[int, ...], Recomputed]:
+            layers = llm_layers(values, self._splits, self._num_layers)
+            return layers, Recomputed.whole((0,) * len(layers))
+
+        return Row(number, values, (False,), *self._once(("layers", self._grid_place[number]), layers))
 
     def _once(self, key: tuple, compute: Callable[[], Any]) -> Any:
         """The result of `compute`, which is called once for each key."""
@@ -97,7 +107,7 @@ class RowBounds:
 
     def llm_bytes(self, row: Row, recomputes: bool) -> float:
         """The least bytes of a device for the LLM alone, with all layers recomputed or none."""
-        key = "most bytes", self._llm_place[row.number], recomputes
+        key = "most bytes", self._grid_place[row.number], recomputes
         return self._once(key, lambda: self._memory.costs.held_bytes(float(self._of_llm(row, recomputes).max())))
 
     def device_bytes(self, row: Row, recomputes: bool) -> float:
@@ -137,13 +147,15 @@ class RowBounds:
     def mean_s(self, row: Row) -> float:
         """A lower bound of the mean step time over the batches, by the LLM's mean pipeline on the mean batch."""
         (bound_s,) = self._bounds.of_pipeline(
-            row.number, *self._pipeline(row, mean=True), encoders_again=row.encoders_again
+            row.number, *self._pipeline(row, "mean batch"), encoders_again=row.encoders_again
         )
         return float(bound_s)
 
     def batches_s(self, row: Row) -> np.ndarray:
-        """A lower bound of each batch's step time, by the LLM's mean pipeline on that batch, [num_batches]."""
-        return self._bounds.of_pipeline(row.number, *self._pipeline(row), encoders_again=row.encoders_again)
+        """A lower bound of each batch's step time, by the LLM's mean and fullest pipelines on it, [num_batches]."""
+        how = {"encoders_again": row.encoders_again}
+        mean_s = self._bounds.of_pipeline(row.number, *self._pipeline(row, "mean replica"), **how)
+        return np.maximum(mean_s, self._bounds.of_fullest(row.number, *self._pipeline(row, "fullest replica"), **how))
 
     def dealt_s(self, row: Row) -> np.ndarray:
         """As `batches_s`, but tighter: with the time of each batch's media, as dealt among the encoders' replicas."""
@@ -154,12 +166,15 @@ class RowBounds:
 
         how = {"encoders_again": row.encoders_again}
         how["adds_s"] = self._once(("adds", row.number, row.encoders_again), adds_s)
-        return self._bounds.of_pipeline(row.number, *self._pipeline(row), **how)
+        mean_s = self._bounds.of_pipeline(row.number, *self._pipeline(row, "mean replica"), **how)
+        return np.maximum(mean_s, self._bounds.of_fullest(row.number, *self._pipeline(row, "fullest replica"), **how))
 
-    def _pipeline(self, row: Row, *, mean: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The LLM's mean pipeline on each batch, or on the mean batch (`MeanPipelines.of_batches`)."""
-        key = "pipeline", self._llm_place[row.number], row.recomputed, mean
-        return self._once(key, lambda: self._pipelines.of_batches(row.values, row.recomputed, mean=mean))
+    def _pipeline(self, row: Row, of: Of) -> tuple[np.ndarray, np.ndarray]:
+        """The pipeline of one of the LLM's replicas (`MeanPipelines.of_batches`)."""
+        placement = PLACEMENTS[row.values["placement"]]
+        hides = placement.has_bridges, placement.encodes_all_first
+        key = "pipeline", self._grid_place[row.number], hides, row.recomputed, of
+        return self._once(key, lambda: self._pipelines.of_batches(row.values, row.recomputed, of))
 
     def _of_llm(self, row: Row, recomputes: bool) -> np.ndarray:
         """The LLM's bytes on each of its pipeline ranks with no layer recomputed; or the least with all of them, or
@@ -173,7 +188,7 @@ class RowBounds:
             but_one = of_stages(np.maximum(counts - 1, 0), 0 * counts, row.layers)
             return np.minimum(plain, self._memory.of_llm(row.values, but_one))
 
-        return self._once(("bytes", self._llm_place[row.number], recomputes), of_llm)
+        return self._once(("bytes", self._grid_place[row.number], recomputes), of_llm)
 
     def _ends(self, row: Row) -> list[np.ndarray]:
         """The LLM's bytes with no layer recomputed, and with all of them."""

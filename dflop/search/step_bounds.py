@@ -58,7 +58,7 @@ class EncoderBounds(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowerBounds:
     """Bounds for the LLM in seconds, [num_keys], and those for every encoder. `llm_place` [num_rows] is the index of
-    each row's key.
+    each row's key, and `grid_place` [num_rows] that of what the key says of the LLM alone, without the placement.
 
     `llm_s` is a bound of the step by itself. Where modules share ranks, the sum of `llm_shared_s` and what the encoders
     add to the mean of the ranks is one. The LLM's values bound the mean over the batches, but no single batch. So they
@@ -66,6 +66,7 @@ class LowerBounds:
     """
 
     llm_place: np.ndarray
+    grid_place: np.ndarray
     placement: np.ndarray
     llm_s: np.ndarray
     llm_shared_s: np.ndarray
@@ -116,6 +117,32 @@ class LowerBounds:
         num_carriers = len(placement.encoder_stages(rank_s.shape[1]))
         return np.maximum(step_s, rank_s[:, :num_carriers].sum(axis=1) / num_carriers + shared_s)
 
+    def of_fullest(
+        self,
+        row: int,
+        step_s: np.ndarray,
+        rank_s: np.ndarray,
+        *,
+        encoders_again: float = 0.0,
+        adds_s: np.ndarray | float = 0.0,
+    ) -> np.ndarray:
+        """As `of_pipeline`, from the LLM's fullest replica, but not for the mean batch.
+
+        To that one, only what each rank computes of the encoders adds.
+        """
+        placement = PLACEMENTS[self.placement[row]]
+        if not placement.shares_ranks:
+            return step_s
+        least_s = 0.0
+        for bounds in self.encoders:
+            kept_s, all_s = bounds.batches_s[:, 2, bounds.place[row]]
+            least_s = least_s + kept_s + encoders_again * (all_s - kept_s)
+        least_s = np.maximum(least_s, adds_s)
+        if placement.encodes_all_first:
+            return step_s + least_s
+        num_carriers = len(placement.encoder_stages(rank_s.shape[1]))
+        return np.maximum(step_s, rank_s[:, :num_carriers].max(axis=1) + least_s)
+
 
 def lower_bounds(
     rows: pl.DataFrame,
@@ -138,6 +165,7 @@ def lower_bounds(
         encoders.append(EncoderBounds(place, batches_s, batches_s.mean(axis=-1, keepdims=True)))
     return LowerBounds(
         llm_place=llm_place,
+        grid_place=_distinct(llm_keys, _LLM_KEYS[:-1])[1][llm_place],
         placement=rows["placement"].cast(pl.String).to_numpy(),
         llm_s=llm_s,
         llm_shared_s=llm_shared_s,

@@ -100,10 +100,10 @@ class Space(NamedTuple):
     rows: pl.DataFrame
 
 
-def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> Space:
-    batches = GroupedBatches(config, spec, costs, samples)
+def space_of(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, cp: int = 1) -> Space:
+    batches = GroupedBatches(config, spec, costs, samples, cp)
     splits = balanced_splits(config, spec, costs, batches)
-    return Space(batches, splits, enumerate_space(config, spec, costs.layouts, splits))
+    return Space(batches, splits, enumerate_space(config, spec, costs.layouts, splits, cp=cp))
 
 
 def price_all(

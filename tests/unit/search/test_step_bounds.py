@@ -27,6 +27,7 @@ _UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 _SLACK = 1 + 1e-9
 _NUM_ROWS = 40
 _SHAPES = [(2, 1, 6), (4, 1, 8), (4, 2, 8), (6, 2, 9), (8, 2, 10)]
+_SHARING = _SHAPES[1], _SHAPES[4]
 drawn = given(
     shape=st.sampled_from(_SHAPES),
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
@@ -38,7 +39,8 @@ drawn = given(
 
 
 class Case:
-    """Some rows of a drawn space, with the bounds on them and a pricer for each."""
+    """Some rows of a drawn space, with the bounds on them and a pricer for each. In shapes of `_SHARING`, the LLM's
+    replicas meet in pairs, as if they shared samples."""
 
     def __init__(self, spec, shape, seeds, freeze, policy, device_model, weights):
         devices, num_nodes, batch_size = shape
@@ -47,8 +49,9 @@ class Case:
             costs, samples = costs_of_squares(costs), with_squares(samples, seeds[1])
         sizes = {key: weights * size for key, size in costs.parameter_bytes.items()}
         costs = replace(costs, parameter_bytes=sizes)
-        config = make_config(devices, batch_size, num_nodes=num_nodes, freeze=freeze, device_model=device_model)
-        batches, splits, rows = space_of(config, spec, costs, samples)
+        cluster = {"num_nodes": num_nodes, "device_model": device_model}
+        config = make_config(devices, batch_size, freeze=freeze, cp_sizes=[1, 2], **cluster)
+        batches, splits, rows = space_of(config, spec, costs, samples, 2 if shape in _SHARING else 1)
         self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])
         links = LeastLinks(costs, spec, config.cluster, TrainedSet(freeze), 4)
         self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
@@ -91,7 +94,7 @@ def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, poli
     for place, row, recomputed, pricer in case:
         steps_s = np.array([pricer.step_s(batch) for batch in range(case.num_batches)])
         assert means_s[place] <= _SLACK * steps_s.mean(), row
-        of_mean_batch = case.pipelines.of_batches(row, recomputed, mean=True)
+        of_mean_batch = case.pipelines.of_batches(row, recomputed, "mean batch")
         assert of_mean_batch[0].item() <= _SLACK * steps_s.mean(), row
         (of_mean_s,) = case.bounds.of_pipeline(place, *of_mean_batch)
         sync_s = case.pipelines.sync_s(row, tuple(llm_layers(row, case.splits, case.spec.module("llm").num_layers)))
@@ -99,6 +102,8 @@ def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, poli
         assert of_mean_s <= _SLACK * steps_s.mean(), row
         of_each_s = case.bounds.of_pipeline(place, *case.pipelines.of_batches(row, recomputed), adds_s=adds_s)
         assert (of_each_s <= _SLACK * steps_s).all(), row
+        fullest = case.pipelines.of_batches(row, recomputed, "fullest replica")
+        assert (case.bounds.of_fullest(place, *fullest, adds_s=adds_s) <= _SLACK * steps_s).all(), row
 
 
 @settings(max_examples=20, phases=_UNSHRUNK)
@@ -160,7 +165,8 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     assert rows["schedule"].n_unique() == 3
     for row in rows.iter_rows(named=True):
         step_s = PlanPricer(plan_of(row, splits), config, tiny_spec, costs, batches, LPT).step_s(0)
-        bound_s = bounds.of_pipeline(
-            row["place"], *pipelines.of_batches(row, Recomputed.whole((0,) * row["llm_pp"] * row["num_chunks"]))
-        )[0]
-        assert bound_s == pytest.approx(step_s, rel=1e-9), row
+        nothing = Recomputed.whole((0,) * row["llm_pp"] * row["num_chunks"])
+        of_mean = bounds.of_pipeline(row["place"], *pipelines.of_batches(row, nothing))
+        of_fullest = bounds.of_fullest(row["place"], *pipelines.of_batches(row, nothing, "fullest replica"))
+        assert of_mean[0] == pytest.approx(step_s, rel=1e-9), row
+        assert of_fullest[0] == pytest.approx(step_s, rel=1e-9), row
