@@ -19,6 +19,7 @@ __all__ = [
     "dealt_at_random",
     "descend",
     "filled_s",
+    "largest_first",
     "lpt_buckets",
     "quick_buckets",
     "random_buckets",
@@ -71,18 +72,26 @@ def lpt_buckets(problem: BatchProblem, share: np.ndarray | None = None) -> np.nd
     return descend(problem, _within_token_cap(problem, bucket), share)
 
 
-def quick_buckets(loads_s: np.ndarray, num_buckets: int) -> np.ndarray:
+def largest_first(loads_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Loads [num_samples, num_modules] as multiples of each module's mean, and the samples, the largest first."""
+    mean_s = loads_s.mean(axis=0)
+    weighted = np.divide(loads_s, mean_s, out=np.zeros_like(loads_s), where=mean_s > 0)
+    return weighted, np.argsort(-weighted.max(axis=1), kind="stable")
+
+
+def quick_buckets(
+    loads_s: np.ndarray, num_buckets: int, ordered: tuple[np.ndarray, np.ndarray] | None = None
+) -> np.ndarray:
     """Longest processing time first, without the descent: fast enough to compare thousands of plans.
 
     Args:
         loads_s: float64 `[num_samples, num_modules]`, seconds that a sample adds to its bucket in each module.
+        ordered: `largest_first` of the loads, if that is known.
 
     100,000 samples in 10,000 buckets take about 20 ms. No bucket is empty; tokens are not looked at.
     """
     assert len(loads_s) >= num_buckets
-    mean_s = loads_s.mean(axis=0)
-    weighted = np.divide(loads_s, mean_s, out=np.zeros_like(loads_s), where=mean_s > 0)
-    order = np.argsort(-weighted.max(axis=1), kind="stable")
+    weighted, order = ordered or largest_first(loads_s)
     if weighted.size * num_buckets > _MOST_PLACES:
         return _place_on_least(weighted, order, num_buckets)
     return _place_anywhere(weighted, order, num_buckets)

@@ -213,7 +213,7 @@ class _Search:
         """The bound without memory, which takes most of the time and is not needed for most rows."""
         if self.threshold_s == np.inf:
             return bound_s  # and maybe nothing fits
-        return max(bound_s, self._bounds.mean_s(self._bounds.plain_row(number)))
+        return max(bound_s, self._bounds.plain_mean_s(number))
 
     def _by_mean_batch(self, row: Row, bound_s: float) -> float | None:
         if not self._may_fit(row, self._bounds.llm_bytes):

@@ -53,6 +53,7 @@ class DealtMedia:
         self._spec, self._costs, self._batches = spec, costs, batches
         self._policy, self._trained = policy, trained.among(spec.modules)
         self._dealt = lru_cache(maxsize=64)(self._deal)
+        self._waits_s = lru_cache(maxsize=4096)(self._least_waits_s)
 
     def adds_s(self, row: Mapping[str, Any], encoders_again: float, sync_s: float) -> np.ndarray | float:
         """Seconds that encoders add to the step of each batch, [num_batches]; 0 where nothing is certain.
@@ -68,12 +69,14 @@ class DealtMedia:
         each = []
         for encoder in self._spec.encoders:
             starts_anew = starts_anew_in_microbatches(placement, gathers=self._gathers(row, encoder))
-            key = row["llm_dp"], row["num_microbatches"], encoder.name, row[f"{encoder.name}_dp"], starts_anew
-            each.append((encoder, self._dealt(*key)))
-        if placement.shares_ranks:
-            return sum(self._on_every_rank_s(row, encoder, dealt.loads, encoders_again) for encoder, dealt in each)
-        waits_s = [self._waits_s(row, encoder, dealt, sync_s) for encoder, dealt in each]
-        return np.max(waits_s, axis=0)
+            dealt = row["llm_dp"], row["num_microbatches"], encoder.name, row[f"{encoder.name}_dp"], starts_anew
+            if placement.shares_ranks:
+                each.append(self._on_every_rank_s(row, encoder, self._dealt(*dealt).loads, encoders_again))
+                continue
+            layout = LayoutKey.of_row(row, f"{encoder.name}_")
+            before_s, behind_s = self._waits_s(encoder, layout, dealt, self._all_meet(row, encoder))
+            each.append(before_s + np.maximum(behind_s - sync_s, 0.0))
+        return sum(each) if placement.shares_ranks else np.max(each, axis=0)
 
     def _gathers(self, row: Mapping[str, Any], encoder: ModuleSpec) -> bool:
         return SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
@@ -112,17 +115,18 @@ class DealtMedia:
                 least_s = np.minimum(least_s, seconds.sum(axis=2).min(axis=1))
         return least_s
 
-    def _waits_s(self, row: Mapping[str, Any], encoder: ModuleSpec, dealt: _Dealt, sync_s: float) -> np.ndarray:
-        """The least seconds before an LLM replica's first forward and after its last backward, as the mean over the
-        replicas, [num_batches].
+    def _least_waits_s(
+        self, encoder: ModuleSpec, layout: LayoutKey, how: tuple[int, int, str, int, bool], all_meet: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The least seconds before an LLM replica's first forward and after its last backward, as means over the
+        replicas, [num_batches] each. `how` are the arguments of `_deal`.
 
         Any microbatch may be the first or the last, so the one with the shortest wait counts.
         """
-        dp, count = row["llm_dp"], row["num_microbatches"]
-        layout = LayoutKey.of_row(row, f"{encoder.name}_")
+        (dp, count, *_), dealt = how, self._dealt(*how)
         whole = StageKind.whole(encoder.name, layout, encoder.num_layers, trained=self._trained)
         passes = self._costs.stage_time(whole, dealt.loads)
-        if self._all_meet(row, encoder):
+        if all_meet:
             passes = tuple(np.broadcast_to(of_pass.max(axis=1, keepdims=True), of_pass.shape) for of_pass in passes)
         least_s = []
         for of_pass in passes:
@@ -130,8 +134,7 @@ class DealtMedia:
             for batch, seconds in enumerate(of_pass.reshape(len(of_pass), -1)):
                 _wait_for(waits_s[batch], dealt.llm_cells[batch], seconds, dealt.encoder_cells[batch])
             least_s.append(waits_s.reshape(-1, dp, count).mean(axis=1).min(axis=1))
-        before_s, behind_s = least_s
-        return before_s + np.maximum(behind_s - sync_s, 0.0)
+        return least_s[0], least_s[1]
 
 
 @kernel

@@ -20,7 +20,7 @@ from dflop.models.loads import Coefficients, coefficients
 from dflop.plan import PLACEMENTS, SCHEDULES, SHARDINGS
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
-from dflop.schedule import loads_of, sums_by_cell
+from dflop.schedule import sums_by_cell
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.levels import Recomputed, at_levels, of_stages
 from dflop.search.space import Splits, even_layers, llm_layers
@@ -39,7 +39,7 @@ class _OfEncoders(NamedTuple):
 
 
 class LeastMemory:
-    """The least bytes that rows of the search space need on the first batch."""
+    """The least bytes that rows of the search space need."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LeastMemory:
         value_bytes: int,
     ) -> None:
         self._spec, self.costs, self._batches, self._splits = spec, costs, batches, splits
-        self._group = partial(batches.group, policy)
+        self._group, self._cells = partial(batches.group, policy), partial(batches.cells, policy)
         self._trained, self._value_bytes = trained.among(spec.modules), value_bytes
         self._token_bytes = spec.module("llm").hidden_size * value_bytes
         self._loads = lru_cache(maxsize=2048)(self._replica_loads)
@@ -203,24 +203,20 @@ class LeastMemory:
         )
 
     def _replica_loads(self, dp: int, num_microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """The LLM's loads on the mean replica and on a few full ones, [num_replicas, 4, num_microbatches]; and each
-        encoder's items that belong to the mean replica, [num_encoders, num_microbatches]."""
-        shapes = self._batches.shapes[0]
-        rank, microbatch = self._group(0, dp, num_microbatches)
-        cell = rank * num_microbatches + microbatch
-
-        def of_replicas(loads: np.ndarray) -> np.ndarray:
-            return sums_by_cell(cell, loads, dp * num_microbatches).reshape(-1, dp, num_microbatches)
-
-        text = of_replicas(np.array(loads_of("llm", shapes)))
-        items = of_replicas(np.ascontiguousarray(shapes.num_items.T, dtype=float))
-        tokens = text[1]
-        full = {
-            int(tokens.sum(axis=1).argmax()),
-            int(tokens.max(axis=1).argmax()),
-            int(text[3].max(axis=1).argmax()),
-        }
-        return np.stack([text.mean(axis=1), *(text[:, replica] for replica in sorted(full))]), items.mean(axis=1)
+        """The LLM's loads on the mean replica of the first batch and on a few full ones of all batches,
+        [num_replicas, 4, num_microbatches]; and each encoder's items that belong to the mean replica, [num_encoders,
+        num_microbatches]."""
+        grouped = dp, num_microbatches
+        each = [self._cells(batch, *grouped, "llm").loads for batch in range(len(self._batches))]
+        text = np.array([np.stack(loads) for loads in each]).swapaxes(0, 1)  # [4, num_batches, dp, num_microbatches]
+        of_replicas = text.reshape(4, -1, num_microbatches)
+        tokens, targets = of_replicas[1], of_replicas[3]
+        full = {int(most.argmax()) for most in (tokens.sum(axis=1), tokens.max(axis=1), targets.max(axis=1))}
+        _, microbatch = self._group(0, *grouped)
+        items = np.ascontiguousarray(self._batches.shapes[0].num_items.T, dtype=float)
+        means = sums_by_cell(microbatch, items, num_microbatches) / dp
+        replicas = [text[:, 0].mean(axis=1), *(of_replicas[:, replica] for replica in sorted(full))]
+        return np.ascontiguousarray(replicas), means
 
     def _stage_bytes(
         self, module: str, layout: LayoutKey, layers: tuple[int, ...], recomputed: Recomputed, gathers: bool

@@ -69,6 +69,10 @@ class RowBounds:
         self._bounds, self._pipelines, self._media, self._memory = bounds, pipelines, media, memory
         self._limit_bytes, self._pinned = limit_bytes * MARGIN, pinned
         self._grid_place = bounds.grid_place.tolist()
+        # The rows by `llm_place`, and where those of each begin and end.
+        self._by_llm_place = np.argsort(bounds.llm_place, kind="stable")
+        self._place_ends = np.concatenate([[0], np.cumsum(np.bincount(bounds.llm_place))])
+        self._plain_means_s = np.full(len(rows), np.nan)
         # What was computed, by its name and by all of a row that it depends on: of the LLM alone, on `grid_place`.
         self._known: dict[tuple, Any] = {}
 
@@ -78,15 +82,17 @@ class RowBounds:
         key = "llm", self._grid_place[number]
         return Row(number, values, *self._once(key, lambda: self._look_at_llm(number, values)))
 
-    def plain_row(self, number: int) -> Row:
-        """The row with this number, as if no layer had to be recomputed. It takes much less time."""
-        values = dict(zip(self._columns, self._rows.row(number), strict=True))
-
-        def layers() -> tuple[tuple[int, ...], Recomputed]:
+    def plain_mean_s(self, number: int) -> float:
+        """`mean_s` as if no layer had to be recomputed, which takes much less time: computed at once for all rows with
+        the same LLM and placement."""
+        if np.isnan(self._plain_means_s[number]):
+            values = dict(zip(self._columns, self._rows.row(number), strict=True))
             layers = llm_layers(values, self._splits, self._num_layers)
-            return layers, Recomputed.whole((0,) * len(layers))
-
-        return Row(number, values, (False,), *self._once(("layers", self._grid_place[number]), layers))
+            row = Row(number, values, (False,), layers, Recomputed.whole((0,) * len(layers)))
+            alike = self._by_llm_place[slice(*self._place_ends[self._bounds.llm_place[number] :][:2])]
+            (bounds_s,) = self._bounds.of_pipeline(alike, *self._pipeline(row, "mean batch")).T
+            self._plain_means_s[alike] = bounds_s
+        return float(self._plain_means_s[number])
 
     def _once(self, key: tuple, compute: Callable[[], Any]) -> Any:
         """The result of `compute`, which is called once for each key."""

@@ -84,14 +84,15 @@ class LowerBounds:
 
     def of_pipeline(
         self,
-        row: int,
+        row: int | np.ndarray,
         step_s: np.ndarray,
         rank_s: np.ndarray,
         *,
         encoders_again: float = 0.0,
         adds_s: np.ndarray | float = 0.0,
     ) -> np.ndarray:
-        """A lower bound of a row's step for each batch, [num_batches], or for the mean batch, [1].
+        """A lower bound of a row's step for each batch, [num_batches], or for the mean batch, [1]; of several rows with
+        the same placement, [num_rows, num_batches or 1].
 
         It is made from the LLM alone (`MeanPipelines`) on these batches: its step time `step_s` [num_batches], and its
         work on each pipeline rank `rank_s` [num_batches, pp]. At least the share `encoders_again` of each encoder's
@@ -102,7 +103,7 @@ class LowerBounds:
         adds to the LLM's step. Where they run between the LLM's, they at least do not shorten it. No rank works longer
         than the step, for all its modules together; this also holds for the mean over all ranks with encoders.
         """
-        placement = PLACEMENTS[self.placement[row]]
+        placement = PLACEMENTS[self.placement[np.ravel(row)[0]]]
         alone_s, shared_s, least_s = 0.0, 0.0, 0.0
         for bounds in self.encoders:
             encoder_s, with_all_s = (bounds.means_s if len(step_s) == 1 else bounds.batches_s)[:, :, bounds.place[row]]

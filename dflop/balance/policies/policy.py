@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from dflop.balance.packing import quick_buckets
+from dflop.balance.packing import largest_first, quick_buckets
 from dflop.balance.problem import BatchProblem
 
 __all__ = ["DrawnBatch", "Packing", "Policy"]
@@ -32,9 +32,13 @@ class DrawnBatch:
         """A generator with the same draws each time."""
         return np.random.default_rng(self.seed)
 
+    @cached_property
+    def _ordered(self) -> tuple[np.ndarray, np.ndarray]:
+        return largest_first(self.loads_s)
+
     def _even_buckets(self, num_buckets: int) -> tuple[np.ndarray, np.ndarray]:
         """Bucket of each sample, and the buckets, the largest first; shared by all plans with as many buckets."""
-        bucket = quick_buckets(self.loads_s, num_buckets)
+        bucket = quick_buckets(self.loads_s, num_buckets, self._ordered)
         load = np.bincount(bucket, weights=self.loads_s.sum(axis=1), minlength=num_buckets)
         return bucket, np.argsort(-load, kind="stable")
 
