@@ -30,6 +30,8 @@ from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, simulate
 
 __all__ = ["MeanPipelines", "Of"]
 
+# How many samples' loads are kept, of all ways in which samples were dealt among replicas.
+_MOST_SAMPLES_KEPT, _LEAST_KEPT = 2**20, 8
 # The replica whose pipeline is simulated.
 Of = Literal["mean batch", "mean replica", "fullest replica"]
 
@@ -56,8 +58,11 @@ class MeanPipelines:
         self._passes = lru_cache(maxsize=1024)(self._sharded_passes)
         self._trained_bytes = lru_cache(maxsize=4096)(self._stage_trained_bytes)
         self._compiled = lru_cache(maxsize=4096)(_compile)
-        self._text = lru_cache(maxsize=1024)(self._loads)
+        self._text = lru_cache(maxsize=1024)(self._mean_loads)
         self._parts = lru_cache(maxsize=1024)(self._part_times)
+        # Those of all replicas have as many values as a batch has samples.
+        most_kept = max(_LEAST_KEPT, _MOST_SAMPLES_KEPT // sum(map(len, batches.shapes)))
+        self._all_parts = lru_cache(maxsize=most_kept)(self._part_times)
         self._kinds = lru_cache(maxsize=1024)(partial(_distinct_kinds, self._trained))
         self._shares = lru_cache(maxsize=4096)(self._hidden_shares)
         self._best_link = lru_cache(maxsize=4096)(self._least_link)
@@ -74,7 +79,8 @@ class MeanPipelines:
         layout, pp, dp = LayoutKey.of_row(row, "llm_"), row["llm_pp"], row["llm_dp"]
         count, gathers = row["num_microbatches"], SHARDINGS[row["llm_sharding"]].gathers
         layers = llm_layers(row, self._splits, self._num_layers)
-        of_parts, text = self._parts(layout, dp, count, any(recomputed.layers), of), self._text(dp, count, of)
+        parts = self._all_parts if of == "fullest replica" else self._parts
+        of_parts, tokens = parts(layout, dp, count, any(recomputed.layers), of)
         kinds, places = self._kinds(layout, layers, recomputed)
         if gathers:
             passes = zip(self._passes(layout, row["llm_shards"], *recomputed), of_parts, strict=True)
@@ -85,7 +91,6 @@ class MeanPipelines:
                 np.stack([kind.total(forward_s) for kind in kinds], axis=1),
                 np.stack([kind.total(backward_s, kind.parts_with_backward) for kind in kinds], axis=1),
             ]
-        tokens = text.num_tokens
         if of == "fullest replica":
             if gathers:  # as `StageCosts` has replicas without work
                 of_passes = [np.where(tokens[:, None] > 0, seconds, 0.0) for seconds in of_passes]
@@ -159,25 +164,28 @@ class MeanPipelines:
         kinds = stage_kinds("llm", layout, layers, (), self._trained)
         return np.array([self._costs.trained_and_frozen_bytes(kind)[0] for kind in kinds])
 
-    def _loads(self, dp: int, num_microbatches: int, of: Of) -> Loads:
-        """The LLM's loads on the mean replica, [num_batches, num_microbatches], on that of the mean batch,
-        [1, num_microbatches], or on each of all, among which the fullest is, [num_batches * dp, num_microbatches]."""
+    def _mean_loads(self, dp: int, num_microbatches: int, of: Of) -> Loads:
+        """The LLM's loads on the mean replica, [num_batches, num_microbatches], or on that of the mean batch,
+        [1, num_microbatches]."""
         if of == "mean replica":
             return self._batches.mean_text(self._policy, dp, num_microbatches)
-        if of == "mean batch":
-            return Loads(
-                *(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, "mean replica"))
-            )
+        return Loads(*(load.mean(axis=0, keepdims=True) for load in self._text(dp, num_microbatches, "mean replica")))
+
+    def _loads(self, dp: int, num_microbatches: int, of: Of) -> Loads:
+        """`_mean_loads`, or those of all replicas, among which the fullest is, [num_batches * dp, num_microbatches]."""
+        if of != "fullest replica":
+            return self._text(dp, num_microbatches, of)
         batches = range(len(self._batches))
         each = [self._batches.cells(self._policy, batch, dp, num_microbatches, "llm").loads for batch in batches]
         return Loads(*map(np.concatenate, zip(*each, strict=True)))
 
     def _part_times(
         self, layout: LayoutKey, dp: int, num_microbatches: int, recomputes: bool, of: Of
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Forward and backward seconds of the LLM's parts with the loads of `_loads`."""
-        text = self._text(dp, num_microbatches, of)
-        return self._costs.part_times("llm", layout, text, ALL_PARTS if recomputes else KEPT_PARTS)
+    ) -> tuple[tuple[dict[str, np.ndarray], dict[str, np.ndarray]], np.ndarray]:
+        """Forward and backward seconds of the LLM's parts with the loads of `_loads`, and its tokens."""
+        loads = self._loads(dp, num_microbatches, of)
+        times = self._costs.part_times("llm", layout, loads, ALL_PARTS if recomputes else KEPT_PARTS)
+        return times, loads.num_tokens
 
 
 def _distinct_kinds(
