@@ -6,6 +6,7 @@ from collections import defaultdict
 import duckdb
 import pytest
 from processes import run_command
+from small_runs import prepare
 from training_runs import plan_file
 
 from dflop.config import load_config
@@ -25,13 +26,23 @@ PASSES = {
 LAYOUTS = {
     "disjoint, pipelined": {"llm_pp": 3, "num_microbatches": 4},
     "colocated, shared": {"llm_dp": 4, "placement": "colocated", "sharding": "parameters"},
+    "colocated, samples over 2": {"llm_dp": 2, "llm_pp": 2, "llm_cp": 2, "placement": "colocated"},
 }
 
 
+@pytest.fixture(scope="module")
+def long_run(dataset, tmp_path_factory):
+    """A run in which some samples are texts of a thousand words."""
+    turns = [{"from": "human", "value": "word " * 1000}, {"from": "gpt", "value": "Several words."}]
+    path = tmp_path_factory.mktemp("long") / "long.json"
+    path.write_text(json.dumps([{"id": f"long-{number}", "conversations": turns} for number in range(8)]))
+    return prepare(tmp_path_factory.mktemp("long-run"), [dataset, path], "llava_onevision")
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
-def emulated(request, run, tmp_path_factory):
+def emulated(request, tmp_path_factory):
     """The plan, the run's folder with its config, and what the emulation wrote."""
-    folder, config = run
+    folder, config = request.getfixturevalue("long_run" if "over 2" in request.param else "run")
     plan, out = plan_file(folder, **LAYOUTS[request.param]), tmp_path_factory.mktemp("emulated") / "out"
     config = config | {"train": config["train"] | {"steps": NUM_STEPS}}
     arguments = ["train", "--config", json.dumps(config), "--shapes", str(folder / "shapes.duckdb")]
@@ -73,8 +84,10 @@ def test_every_sample_of_an_epoch_comes_through_the_last_stage_once(emulated):
     assert [own["step"] for own in steps] == list(range(NUM_STEPS))
     assert all(own["emulated"] and own["num_samples"] == BATCH_SIZE for own in steps)
     scheduler = open_scheduler(config, shapes=folder / "shapes.duckdb", costs=folder / "costs.duckdb", plan=plan)
-    drawn = [own for step in range(NUM_STEPS) for own in scheduler.schedule(step).sample_id.tolist()]
+    schedules = [scheduler.schedule(step) for step in range(NUM_STEPS)]
+    drawn = [own for schedule in schedules for own in schedule.whole_samples().sample_id.tolist()]
     assert len(set(drawn)) == len(drawn) == sum(own["num_samples"] for own in steps)
+    assert any(schedule.shared_samples() for schedule in schedules) == (load_plan(plan).grid("llm").cp > 1)
     for own in steps:
         assert own["predicted_step_s"] == pytest.approx(0.1 * scheduler.schedule(own["step"]).step_s)
         assert own["pipeline_s"] > 0

@@ -23,6 +23,7 @@ def plan_file(
     llm_dp: int = 1,
     llm_pp: int = 1,
     llm_tp: int = 1,
+    llm_cp: int = 1,
     num_microbatches: int = 2,
     schedule: str = "1f1b",
     placement: str = "disjoint",
@@ -38,6 +39,7 @@ def plan_file(
                 num_ranks=llm_ranks,
                 tp=llm_tp,
                 pp=llm_pp,
+                cp=llm_cp,
                 rank_offset=0 if is_shared else vision_dp,
                 sharding=sharding if llm_pp == 1 else "optimizer",
             ),
@@ -45,7 +47,7 @@ def plan_file(
         num_microbatches=num_microbatches,
         schedule=schedule,
     )
-    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{llm_tp}-{schedule}-{sharding}.yaml"
+    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{llm_tp}-{llm_cp}-{schedule}-{sharding}.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     return path
 

@@ -70,7 +70,8 @@ class EmulatedWork:
 
     def forward(self, microbatch: int, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self.counts:
-            self.num_samples += int(samples_of(self.schedule, self.program.nodes[self.index], microbatch).sum())
+            share, own = self.schedule.share, samples_of(self.schedule, self.program.nodes[self.index], microbatch)
+            self.num_samples += int(own.sum() if share is None else (share[own] == 0).sum())
         self._meet()
         forward_s = self.schedule.forward_s[self.index, microbatch]
         _sleep(max(forward_s, self._given_s - time.monotonic()) if microbatch == 0 else forward_s)
