@@ -99,20 +99,19 @@ def least_step_s(stage_costs: StageCosts, shapes: SampleShapes) -> float:
     sample. Where encoders use all of the LLM's ranks, it is also at least all work divided by all ranks. Where they
     share the ranks of its first stage only, the work of all modules on these ranks counts as that of one stage.
     """
-    plan = stage_costs.plan
-    works_s = [
-        stage_costs.additive_loads_s(grid.module, loads_of(grid.module, shapes), least=True) for grid in plan.grids
-    ]
-    bounds = []
-    for grid, work_s in zip(plan.grids, works_s, strict=True):
-        bounds += [work_s.sum(axis=1).max() / grid.dp, work_s.max()]
+    plan, bounds, works_s, samples_s = stage_costs.plan, [], [], []
+    for grid in plan.grids:
+        loads = loads_of(grid.module, shapes)
+        works_s.append(stage_costs.least_work_s(grid.module, loads))
+        samples_s.append(stage_costs.additive_loads_s(grid.module, loads, least=True))
+        bounds += [works_s[-1].max() / grid.dp, samples_s[-1].max()]
     placement = PLACEMENTS[plan.placement]
     if placement.uses_all_ranks:
         rank_s = sum(grid.tp * work_s.sum() for grid, work_s in zip(plan.grids, works_s, strict=True))
         bounds.append(rank_s / plan.world_size)
     elif placement.shares_ranks:
         first_s = sum(work_s[0] for work_s in works_s)
-        bounds += [first_s.sum() / plan.grid("llm").dp, first_s.max()]
+        bounds += [first_s / plan.grid("llm").dp, sum(sample_s[0] for sample_s in samples_s).max()]
     return float(max(bounds))
 
 

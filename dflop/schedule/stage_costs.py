@@ -215,6 +215,20 @@ class StageCosts:
             return added_s
         return added_s * (self.corrections.least(module, loads) if least else self._mean_correction(module, loads))
 
+    def least_work_s(self, module: str, loads: Loads) -> np.ndarray:
+        """The least seconds of all microbatches on each pipeline rank, in sum over the replicas, [pp], however these
+        samples are grouped.
+
+        Seconds are convex in loads: microbatches that are not empty take no less than as many equal ones (Jensen).
+        """
+        grid = self.plan.grid(module)
+        number = np.arange(1, grid.dp * self.plan.num_microbatches + 1)
+        times = self._times(module, Loads(*(load.sum() / number for load in loads)))
+        of_stages = np.array(self._of_stages(module, [forward_s + backward_s for forward_s, backward_s in times]))
+        of_ranks = of_stages.reshape(-1, grid.pp, len(number)).sum(axis=0)
+        equal_s = (number * of_ranks).min(axis=1) * np.min(self.corrections.factors.get(module, 1.0))
+        return np.maximum(equal_s, self.additive_loads_s(module, loads, least=True).sum(axis=1))
+
     def _mean_correction(self, module: str, loads: Loads) -> float:
         """The factor of a microbatch that holds an equal share of all samples."""
         grid = self.plan.grid(module)

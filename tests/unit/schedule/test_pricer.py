@@ -14,7 +14,7 @@ from dflop.base import UserError
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Link, LinkModel
 from dflop.costs.fitted import LoadRange
-from dflop.models.loads import Coefficients
+from dflop.models.loads import Coefficients, Hinge
 from dflop.plan import Grid, Plan
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
@@ -81,6 +81,29 @@ def test_the_lower_bound_holds_where_one_samples_stage_is_anothers_rest(make_pri
     microbatch = np.arange(40) // 2
     assignment = pricer.assign(shapes, np.zeros(40, dtype=np.int64), microbatch)
     assert pricer.lower_bound_s(shapes) <= pricer.step_s(shapes, assignment)
+
+
+@pytest.mark.parametrize("share_with_media", [1.0, 0.5])
+def test_the_lower_bound_counts_work_of_which_the_first_items_take_no_time(
+    make_pricer, costs, draw_samples, share_with_media
+):
+    """Kernels of few items wait for their launch, so that more of them take as long; samples are all alike, but some
+    have no media."""
+    times = {key: Coefficients(0.0, (0, 0, 0, 0)) for key in costs.times}
+    for direction in ("forward", "backward"):
+        times["vision", LayoutKey(), "layer", False, direction] = Coefficients(0.01, (0,) * 4, (Hinge(0, 2.0, 0.1),))
+    shapes = draw_samples(16, 0)
+    has_media = np.arange(16) % 4 < share_with_media * 4  # those of a microbatch have all, or none
+    shapes = dataclasses.replace(shapes, num_items=4 * has_media[:, None].astype(np.int64), sum_sq_items=None)
+    grids = Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2)
+    plan = Plan(placement="monolithic", grids=grids, num_microbatches=4)
+    pricer = make_pricer(plan, model=dataclasses.replace(costs, times=times), frozen=("llm",))
+    assignment = pricer.assign(shapes, np.arange(16) // 4 % 2, np.arange(16) % 4)
+    computed_s = pricer.stage_times(shapes, assignment)
+    work_s = (computed_s.forward_s + computed_s.backward_s).sum(axis=1).max()
+    bound_s = pricer.lower_bound_s(shapes)
+    assert bound_s <= pricer.step_s(shapes, assignment)
+    assert bound_s == pytest.approx(work_s) if share_with_media == 1 else 0 < bound_s <= work_s
 
 
 @properties
