@@ -116,7 +116,7 @@ PLANS = {
     "monolithic tp 2 dp 2": shared("monolithic", SHARED_TWICE, num_microbatches=2, encoder_tp=2),
 }
 PLANS |= {
-    "parameters 2": sharding(shared("monolithic", TWO), "parameters", "parameters"),
+    "parameters 2": sharding(shared("monolithic", TWO, 2), "parameters", "parameters"),
     "parameters 4, colocated": sharding(shared("colocated", {"num_ranks": 4}, 2), "parameters", "parameters"),
     "parameters of the encoder": sharding(shared("colocated", {"num_ranks": 4, "pp": 2}, 2), "parameters", "optimizer"),
     "parameters of the first stage's encoder": sharding(
@@ -153,7 +153,7 @@ OMNI_PLANS = {
     "three modules bubble-filled pp 2": three("bubble_filled", TWO, TWO, PIPELINE),
     "three modules monolithic 2": three("monolithic", TWO, TWO, TWO),
     "three modules 1+2+1, audio tp 2": three("disjoint", ONE, SHARED, ONE),
-    "three modules colocated, encoders tp 2, LLM tp 2": three("colocated", SHARED, SHARED, SHARED),
+    "three modules colocated, encoders tp 2, LLM tp 2": three("colocated", SHARED, SHARED, SHARED, num_microbatches=2),
 }
 OMNI_PLANS["three modules, samples over 2"] = three("colocated", TWO, TWO, TWO_TOGETHER, num_microbatches=2)
 parameters = three("monolithic", TWO, TWO, TWO)

@@ -53,21 +53,21 @@ def test_too_few_gpus_are_said_once_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# `measure REQUEST NODES RANKS`: what a command of dflop does on a node.
+# `measure REQUEST`: what a command of dflop does on one of two nodes.
 MEASURE = """
 import json, pathlib, sys
 from dflop.base.torchrun import run_ranks
 from dflop.config import ClusterConfig
-request, num_nodes, per_node = map(json.loads, sys.argv[1:])
-size = {"num_nodes": num_nodes, "per_node": per_node, "shared": pathlib.Path(request["out"]).parent}
-sys.exit(run_ranks("dflop.costs.links", request, ClusterConfig(devices_per_node=per_node), **size)[0])
+request = json.loads(sys.argv[1])
+size = {"num_nodes": 2, "per_node": 2, "shared": pathlib.Path(request["out"]).parent}
+sys.exit(run_ranks("dflop.costs.links", request, ClusterConfig(devices_per_node=2), **size)[0])
 """
 
 
-def measure_briefly(tmp_path, *, num_nodes: int, per_node: int) -> pl.DataFrame:
-    """What the ranks write, where a stub for `scontrol` says that all nodes of a Slurm step are at loopback."""
+def measure_briefly(tmp_path) -> pl.DataFrame:
+    """What two ranks of each of two nodes write, where a stub for `scontrol` says that these are at loopback."""
     request = {"device": "cpu", "repeats": 1, "max_bytes": 4096, "out": str(tmp_path / "costs/links.parquet")}
-    command = [sys.executable, "-c", MEASURE, *map(json.dumps, (request, num_nodes, per_node))]
+    command = [sys.executable, "-c", MEASURE, json.dumps(request)]
     (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.1\\n'\n")
     (tmp_path / "scontrol").chmod(0o755)
     step = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
@@ -79,7 +79,7 @@ def measure_briefly(tmp_path, *, num_nodes: int, per_node: int) -> pl.DataFrame:
             text=True,
             env=os.environ | step | {"SLURM_PROCID": str(node)},
         )
-        for node in range(num_nodes)
+        for node in range(2)
     ]
     try:
         outputs = [node.communicate()[0] for node in nodes]
@@ -93,7 +93,7 @@ def measure_briefly(tmp_path, *, num_nodes: int, per_node: int) -> pl.DataFrame:
 
 def test_nodes_of_a_slurm_step_measure_inside_one_of_them_and_between_them(tmp_path):
     """Rank 0 takes no part in the group at their border."""
-    frame = measure_briefly(tmp_path, num_nodes=2, per_node=2)
+    frame = measure_briefly(tmp_path)
     assert frame.select("kind", "scope", "num_ranks").unique(maintain_order=True).rows() == [
         *(("host", "intra", 2), ("p2p", "intra", 2), ("exchange", "intra", 2), ("gradient_sync", "intra", 2)),
         *(("p2p", "inter", 2), ("gradient_sync", "inter", 2), ("gradient_sync", "inter", 4)),
@@ -102,9 +102,12 @@ def test_nodes_of_a_slurm_step_measure_inside_one_of_them_and_between_them(tmp_p
 
 
 def test_one_device_alone_has_a_link_to_the_host(tmp_path):
-    frame = measure_briefly(tmp_path, num_nodes=1, per_node=1)
-    assert frame.select("kind", "scope", "num_ranks", "num_bytes").rows() == [
-        ("host", "intra", 1, size) for size in (1024, 4096)
+    out, log = tmp_path / "links.parquet", tmp_path / "log"
+    code = run_command(arguments_of(out, "--max-bytes", str(2**20), devices_per_node=1), log)
+    assert code == 0, log.read_text()
+    frame = pl.read_parquet(out)
+    assert sorted(frame.drop("seconds").rows()) == [
+        ("host", "intra", 1, size, repeat) for size in SIZES for repeat in range(2)
     ]
     assert (frame["seconds"] > 0).all()
 

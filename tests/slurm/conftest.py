@@ -31,7 +31,7 @@ def cluster(tmp_path_factory) -> Iterator[MiniSlurm]:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Iterator[Path]:
-    """All that is in the repository, as it is now, and nothing else."""
+    """All that is in the repository, as it is now, and of what is beside it only what was compiled."""
     folder = tmp_path_factory.mktemp("clone")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -45,6 +45,11 @@ def clone(tmp_path_factory) -> Iterator[Path]:
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
+    # Numba's kernels are compiled once for both: what lies in its cache is found by the code's digest.
+    for package in {path.parent for path in (folder / "dflop").rglob("*.py")}:
+        compiled = REPOSITORY / package.relative_to(folder) / "__pycache__"
+        compiled.mkdir(exist_ok=True)
+        (package / "__pycache__").symlink_to(compiled)
     (folder / "home").mkdir()
     yield folder
     # Without control groups, Slurm loses sight of what a job that was put back into the queue leaves.

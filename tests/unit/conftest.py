@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Tests run side by side, and torch's threads, where there are more than cores, wait for each other most of the time.
@@ -27,6 +27,14 @@ def tiny_spec() -> ModelSpec:
 @pytest.fixture(scope="session")
 def tokenizer() -> ChatTokenizer:
     return ChatTokenizer()
+
+
+@pytest.fixture(scope="session")
+def little_cache() -> Iterator[None]:
+    """Measurements fill a cache of 1 MiB first. Some servers' has 480 MiB, which takes longer than what is measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflop.costs.measure._cache_bytes", lambda device: 1 << 20)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -58,20 +58,16 @@ def asked(make_checkout):
     return ask
 
 
-def test_training_asks_for_all_nodes_their_gpus_its_time_and_a_warning_of_its_end(asked):
-    options = asked("--", "results/gpus/train/summary.json")["train"]
-    for option in (
-        *("-A me", "-p gpu", "-t 2880", "--nodes=2", "--ntasks=2", "--gres=gpu:h100:8", "--cpus-per-task=64"),
-        *("--signal=USR1@300", "--mail-type=END", "--requeue", "--mem 524288"),
-        "--wckey=$(touch ran) a",  # as it stands in the config: no shell runs it
-    ):
-        assert f" {option} " in options, options
-
-
-def test_no_shell_reads_the_names_of_accounts_and_partitions(asked):
+def test_training_asks_for_all_nodes_their_gpus_its_time_and_a_warning_and_no_shell_reads_a_name(asked):
     names = {key: f"{key}'\"`touch ran`$(touch ran);touch ran\n{key}" for key in ("account", "partition", "qos")}
     config = [f"slurm.{key}={json.dumps(name)}" for key, name in names.items()]
     options = asked("--config", *config, "--", "results/gpus/train/summary.json")["train"]
+    for option in (
+        *("-t 2880", "--nodes=2", "--ntasks=2", "--gres=gpu:h100:8", "--cpus-per-task=64"),
+        *("--signal=USR1@300", "--mail-type=END", "--requeue", "--mem 524288"),
+        "--wckey=$(touch ran) a",  # as it stands in the config
+    ):
+        assert f" {option} " in options, options
     for option, name in zip(("-A ", "-p ", "--qos="), names.values(), strict=True):
         assert f" {option}{name} ".replace("\n", " ") in options, options
 
@@ -91,7 +87,8 @@ def test_measuring_asks_for_the_gpus_of_its_tp_and_their_share_of_the_node(asked
         assert f" --gpus-per-node=h100:{gpus} " in options
         assert f" --cpus-per-task={cpus} " in options
         assert "--nodes" not in options
-    assert " --nodes=2 " in jobs["profile_links"]
+    for option in ("-A me", "-p gpu", "--nodes=2"):
+        assert f" {option} " in jobs["profile_links"]
 
 
 def test_what_needs_no_gpu_goes_where_there_are_none(asked):

@@ -217,8 +217,9 @@ def test_a_frozen_llm_keeps_nothing_for_gradients_of_its_weights(name, tmp_path)
 def test_beside_adapters_the_weights_have_no_gradients_masters_or_moments(name, ranks, tmp_path):
     lora = {"modules": ["llm", "vision.encoder"], "rank": 4}
     config = load_config(CONFIG | {"model": {"lora": lora}})
-    path = write_tiny_costs(tmp_path / "costs.duckdb", llm_tp=(1, 2), trained=config.model.trained)
-    costs, plan = CostModel.load(path), PLANS[name]
+    plan = PLANS[name]
+    path = write_tiny_costs(tmp_path / "costs.duckdb", llm_tp=(plan.grid("llm").tp,), trained=config.model.trained)
+    costs = CostModel.load(path)
     for rank in ranks:
         checked = check_rank(config, plan, costs, LOAD, rank)
         assert 0 < checked.tracked["optimizer"] < 2 * checked.tracked["parameters"]  # six times where all is trained

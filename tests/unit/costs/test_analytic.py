@@ -94,6 +94,7 @@ def test_chunks_of_targets_that_are_not_run_count_as_if_they_were(tiny_spec, mon
         assert points(4096).equals(points(math.inf))
 
 
+@pytest.mark.usefixtures("little_cache")
 @pytest.mark.parametrize("module", ["vision", "llm"])
 def test_points_have_the_columns_that_measuring_gives(module, tiny_spec, tokenizer):
     bench = Bench(

@@ -18,6 +18,8 @@ from dflop.costs.measure import Bench
 from dflop.costs.measured import POINT_KEYS
 from dflop.models import load_model_spec
 
+pytestmark = pytest.mark.usefixtures("little_cache")
+
 COLUMNS = {*POINT_KEYS, "pass", "seconds", "attention_s", "peak_bytes", "saved_bytes", "repeat"}
 PIECES = ("layers", "first", "last", "whole")
 

@@ -26,6 +26,8 @@ from dflop.models.microbatch import EncoderBatch, MediumLayout, SegmentEnds, Tex
 from dflop.models.stages import LlmStage, Stage
 from dflop.plan.trained import TrainedSet
 
+pytestmark = pytest.mark.usefixtures("little_cache")
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NUM_LAYERS = 2
 # A backend for tests of what torch.compile traces, and not of what a compiler makes of it.
