@@ -92,8 +92,8 @@ class MeanPipelines:
                 np.stack([kind.total(backward_s, kind.parts_with_backward) for kind in kinds], axis=1),
             ]
         if of == "fullest replica":
-            if gathers:  # as `StageCosts` has replicas without work
-                of_passes = [np.where(tokens[:, None] > 0, seconds, 0.0) for seconds in of_passes]
+            # A microbatch without tokens takes no time, as prices have it.
+            of_passes = [np.where(tokens[:, None] > 0, seconds, 0.0) for seconds in of_passes]
             num_meeting = max(row["llm_shards"] if gathers else 1, row.get("llm_cp", 1))
             *of_passes, tokens = _of_fullest(*of_passes, tokens[:, None], len(self._batches), num_meeting)
             tokens = tokens[:, 0]
