@@ -23,6 +23,7 @@ __all__ = [
     "cells_of",
     "deal_items",
     "deal_media",
+    "dealing_of",
     "edge_tokens",
     "module_alone",
     "samples_alone",
@@ -65,16 +66,21 @@ def deal_media(plan: Plan, shapes: SampleShapes, llm_dp_rank: np.ndarray, microb
     on the LLM's ranks does all its forwards before anything else, so the sums over the microbatches so far are
     balanced. Without bridges, each encoder replica computes the media of its own LLM replica's samples.
     """
-    placement = PLACEMENTS[plan.placement]
     encoder_rank = np.empty((len(shapes), len(shapes.encoders)), dtype=np.int64)
     for column, encoder in enumerate(shapes.encoders):
-        if not placement.has_bridges:
-            encoder_rank[:, column] = llm_dp_rank
-            continue
-        grid = plan.grid(encoder)
-        starts_anew = starts_anew_in_microbatches(placement, gathers=grid.gathers)
-        encoder_rank[:, column] = deal_items(shapes.num_items[:, column], microbatch, grid.dp, starts_anew=starts_anew)
+        encoder_rank[:, column] = llm_dp_rank
+        if dealing := dealing_of(plan, encoder):
+            encoder_rank[:, column] = deal_items(shapes.num_items[:, column], microbatch, *dealing)
     return Assignment(llm_dp_rank=llm_dp_rank, microbatch=microbatch, encoder_rank=encoder_rank)
+
+
+def dealing_of(plan: Plan, encoder: str) -> tuple[int, bool] | None:
+    """Among how many replicas a plan deals an encoder's media, and whether anew in each microbatch; None where each
+    replica computes those of its own samples."""
+    placement, grid = PLACEMENTS[plan.placement], plan.grid(encoder)
+    if not placement.has_bridges:
+        return None
+    return grid.dp, starts_anew_in_microbatches(placement, gathers=grid.gathers)
 
 
 def starts_anew_in_microbatches(placement: Placement, *, gathers: bool) -> bool:
@@ -82,7 +88,7 @@ def starts_anew_in_microbatches(placement: Placement, *, gathers: bool) -> bool:
     return not placement.shares_ranks or gathers
 
 
-def deal_items(num_items: np.ndarray, microbatch: np.ndarray, dp: int, *, starts_anew: bool) -> np.ndarray:
+def deal_items(num_items: np.ndarray, microbatch: np.ndarray, dp: int, starts_anew: bool) -> np.ndarray:
     """The replica of an encoder, out of `dp`, that computes each sample's media, [num_samples].
 
     `starts_anew` is that of `starts_anew_in_microbatches`; the other arrays are [num_samples].

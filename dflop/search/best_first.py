@@ -31,7 +31,7 @@ from dflop.search.levels import without_recomputed
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
 from dflop.search.pins import without_each
-from dflop.search.pipeline_bounds import MeanPipelines
+from dflop.search.pipeline_bounds import LlmPipelines
 from dflop.search.recompute import JustEnough
 from dflop.search.row_bounds import MARGIN, Row, RowBounds
 from dflop.search.space import Splits, enumerate_space, plan_of
@@ -189,7 +189,7 @@ class _Search:
             splits,
             spec.module("llm").num_layers,
             bounds,
-            MeanPipelines(config, spec, costs, batches, splits, links, policy),
+            LlmPipelines(config, spec, costs, batches, splits, links, policy),
             DealtMedia(spec, costs, batches, policy, trained),
             LeastMemory(spec, costs, batches, splits, policy, trained, links.value_bytes),
             limit_bytes=self._budget_bytes,
@@ -206,11 +206,11 @@ class _Search:
     def look_at(self, number: int, level: int, bound_s: float) -> float | None:
         """The row's bound of the next level after `level`; None when the row is priced or dropped."""
         if level == 0:
-            return self._by_mean_pipeline(number, bound_s)
+            return self._without_memory(number, bound_s)
         return (self._by_mean_batch, self._by_batches, self._price)[level - 1](self._bounds.row(number), bound_s)
 
-    def _by_mean_pipeline(self, number: int, bound_s: float) -> float:
-        """The bound without memory, which takes most of the time and is not needed for most rows."""
+    def _without_memory(self, number: int, bound_s: float) -> float:
+        """The bound as if any plan fitted. To find out what fits takes longer, and most rows are too slow anyway."""
         if self.threshold_s == np.inf:
             return bound_s  # and maybe nothing fits
         return max(bound_s, self._bounds.plain_mean_s(number))

@@ -2,7 +2,7 @@
 
 Where encoders have ranks of their own, an LLM replica's first microbatch waits until its media are encoded, and after
 its last backward the encoders still have theirs to do. The mean of these waits over the LLM's replicas adds to the step
-of the LLM's mean replica (`MeanPipelines`), since a step is no shorter than that of any replica. Where encoders share
+of the LLM's mean replica (`LlmPipelines`), since a step is no shorter than that of any replica. Where encoders share
 the LLM's ranks and encode all media first, no rank starts with the LLM before its own share is encoded. Then the least
 such share adds to the step.
 """

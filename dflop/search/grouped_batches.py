@@ -21,10 +21,10 @@ from dflop.schedule import (
     GlobalBatches,
     cells_in,
     deal_items,
+    dealing_of,
     loads_of,
     loads_without_plan,
     module_alone,
-    starts_anew_in_microbatches,
     sums_by_cell,
 )
 from dflop.schedule.sharing import degrees_of, most_shares
@@ -90,18 +90,17 @@ class GroupedBatches:
     def assigned(self, policy: Policy, batch: int, plan: Plan) -> tuple[Assignment, dict[str, Cells]]:
         """A batch as a policy's quick form groups it for a plan, with the replicas that encode its media
         (`deal_media`), and each module's loads (`cells_of`)."""
-        placement, cuts_llm = PLACEMENTS[plan.placement], plan.num_stages("llm") > 1
         grouped = policy, batch, plan.grid("llm").dp, plan.num_microbatches
+        how = PLACEMENTS[plan.placement].has_bridges, plan.num_stages("llm") > 1
         llm_rank, microbatch = self.group(*grouped)
-        ranks, cells = {}, {}
-        for grid in plan.grids:
-            dealt = None  # as the samples themselves are
-            if grid.module != "llm" and placement.has_bridges:
-                dealt = grid.dp, starts_anew_in_microbatches(placement, gathers=grid.gathers)
-                ranks[grid.module] = self.encoder_rank(*grouped, grid.module, *dealt)
-            cells[grid.module] = self.cells(*grouped, grid.module, dealt, placement.has_bridges, cuts_llm)
-        encoder_rank = [ranks.get(encoder, llm_rank) for encoder in self.shapes[batch].encoders]
-        encoder_rank = np.stack(encoder_rank, axis=1) if encoder_rank else np.empty((len(llm_rank), 0), dtype=np.int64)
+        encoders = self.shapes[batch].encoders
+        encoder_rank = np.empty((len(llm_rank), len(encoders)), dtype=np.int64)
+        cells = {}
+        for column, encoder in enumerate(encoders):
+            dealing = dealing_of(plan, encoder)
+            encoder_rank[:, column] = self.encoder_rank(*grouped, encoder, *dealing) if dealing else llm_rank
+            cells[encoder] = self.cells(*grouped, encoder, dealing, *how)
+        cells["llm"] = self.cells(*grouped, "llm", None, *how)
         return Assignment(llm_dp_rank=llm_rank, microbatch=microbatch, encoder_rank=encoder_rank), cells
 
     def _deal_encoder(
@@ -109,7 +108,7 @@ class GroupedBatches:
     ) -> np.ndarray:
         """The replica of an encoder, out of `dp`, that computes each sample's media, [num_samples] (`deal_items`)."""
         _, microbatch = self.group(policy, batch, llm_dp, num_microbatches)
-        return deal_items(self.shapes[batch].items_of(encoder), microbatch, dp, starts_anew=starts_anew)
+        return deal_items(self.shapes[batch].items_of(encoder), microbatch, dp, starts_anew)
 
     def _sum_cells(
         self,
@@ -118,16 +117,16 @@ class GroupedBatches:
         llm_dp: int,
         num_microbatches: int,
         module: str,
-        dealt: tuple[int, bool] | None = None,
+        dealing: tuple[int, bool] | None = None,
         has_bridges: bool = True,
         cuts_llm: bool = False,
     ) -> Cells:
-        """A module's loads in every microbatch, arrays [dp, num_microbatches]. `dealt` are the last arguments of
-        `encoder_rank`, or None where the samples' own replicas count."""
+        """A module's loads in every microbatch, arrays [dp, num_microbatches]; `dealing` is that of an encoder
+        (`dealing_of`)."""
         rank, microbatch = self.group(policy, batch, llm_dp, num_microbatches)
         dp = llm_dp
-        if dealt:
-            rank, dp = self.encoder_rank(policy, batch, llm_dp, num_microbatches, module, *dealt), dealt[0]
+        if dealing:
+            rank, dp = self.encoder_rank(policy, batch, llm_dp, num_microbatches, module, *dealing), dealing[0]
         alone = self._alone(batch, module, has_bridges, cuts_llm)
         return cells_in(alone, rank, microbatch, dp, num_microbatches)
 

@@ -4,8 +4,9 @@ A step time is a maximum of sums of durations, so it is convex in them, and dura
 replica's step is therefore not above the mean of the replicas' steps (Jensen), which is not above the slowest one's.
 Unlike `step_bounds`, this bound uses how the batch is grouped, and so the loads of the first and last microbatches.
 
-No step is shorter than that of its fullest replica, or of those that meet in every layer. That bound is mostly tighter,
-but what encoders add to the mean of the replicas does not add to it.
+The step is also not shorter than the fullest replica's. Where replicas meet in every layer, as eight that share
+parameters do, it is not shorter than the fullest group's. This bound is mostly the tighter one, but the mean time that
+replicas wait for encoders does not add to it: the fullest replica may wait less.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from dflop.search.link_bounds import LeastLinks, possible_scopes
 from dflop.search.space import Splits, llm_layers
 from dflop.step import Bridges, CompiledPlan, StageTimes, compile_plan, simulate_step_s
 
-__all__ = ["MeanPipelines", "Of"]
+__all__ = ["LlmPipelines", "Of"]
 
 # How many samples' loads are kept, of all ways in which samples were dealt among replicas.
 _MOST_SAMPLES_KEPT, _LEAST_KEPT = 2**20, 8
@@ -36,8 +37,9 @@ _MOST_SAMPLES_KEPT, _LEAST_KEPT = 2**20, 8
 Of = Literal["mean batch", "mean replica", "fullest replica"]
 
 
-class MeanPipelines:
-    """The pipeline of the LLM alone, for rows of the search space: on the mean batch, or on each batch."""
+class LlmPipelines:
+    """The pipeline of the LLM alone, for rows of the search space: of the mean replica, on the mean batch or on each
+    batch, or of each batch's fullest replica."""
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class MeanPipelines:
         kinds = stage_kinds("llm", layout, layers, (), self._trained)
         return np.array([self._costs.trained_and_frozen_bytes(kind)[0] for kind in kinds])
 
-    def _mean_loads(self, dp: int, num_microbatches: int, of: Of) -> Loads:
+    def _mean_loads(self, dp: int, num_microbatches: int, of: Literal["mean batch", "mean replica"]) -> Loads:
         """The LLM's loads on the mean replica, [num_batches, num_microbatches], or on that of the mean batch,
         [1, num_microbatches]."""
         if of == "mean replica":

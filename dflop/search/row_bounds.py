@@ -15,7 +15,7 @@ from dflop.plan import PLACEMENTS, Plan
 from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.levels import Recomputed, of_stages
 from dflop.search.memory_bounds import LeastMemory
-from dflop.search.pipeline_bounds import MeanPipelines, Of
+from dflop.search.pipeline_bounds import LlmPipelines, Of
 from dflop.search.space import Splits, llm_layers, plan_of
 from dflop.search.step_bounds import LowerBounds
 
@@ -57,7 +57,7 @@ class RowBounds:
         splits: Splits,
         num_layers: int,
         bounds: LowerBounds,
-        pipelines: MeanPipelines,
+        pipelines: LlmPipelines,
         media: DealtMedia,
         memory: LeastMemory,
         *,
@@ -89,7 +89,8 @@ class RowBounds:
             values = dict(zip(self._columns, self._rows.row(number), strict=True))
             layers = llm_layers(values, self._splits, self._num_layers)
             row = Row(number, values, (False,), layers, Recomputed.whole((0,) * len(layers)))
-            alike = self._by_llm_place[slice(*self._place_ends[self._bounds.llm_place[number] :][:2])]
+            place = self._bounds.llm_place[number]
+            alike = self._by_llm_place[self._place_ends[place] : self._place_ends[place + 1]]
             (bounds_s,) = self._bounds.of_pipeline(alike, *self._pipeline(row, "mean batch")).T
             self._plain_means_s[alike] = bounds_s
         return float(self._plain_means_s[number])
@@ -157,9 +158,12 @@ class RowBounds:
         )
         return float(bound_s)
 
-    def batches_s(self, row: Row) -> np.ndarray:
-        """A lower bound of each batch's step time, by the LLM's mean and fullest pipelines on it, [num_batches]."""
-        how = {"encoders_again": row.encoders_again}
+    def batches_s(self, row: Row, adds_s: np.ndarray | float = 0.0) -> np.ndarray:
+        """A lower bound of each batch's step time, by the LLM's mean and fullest pipelines on it, [num_batches].
+
+        `adds_s` is the least time that encoders add to the LLM's step (`DealtMedia`).
+        """
+        how = {"encoders_again": row.encoders_again, "adds_s": adds_s}
         mean_s = self._bounds.of_pipeline(row.number, *self._pipeline(row, "mean replica"), **how)
         return np.maximum(mean_s, self._bounds.of_fullest(row.number, *self._pipeline(row, "fullest replica"), **how))
 
@@ -170,13 +174,10 @@ class RowBounds:
             sync_s = self._pipelines.sync_s(row.values, row.layers)
             return self._media.adds_s(row.values, row.encoders_again, sync_s)
 
-        how = {"encoders_again": row.encoders_again}
-        how["adds_s"] = self._once(("adds", row.number, row.encoders_again), adds_s)
-        mean_s = self._bounds.of_pipeline(row.number, *self._pipeline(row, "mean replica"), **how)
-        return np.maximum(mean_s, self._bounds.of_fullest(row.number, *self._pipeline(row, "fullest replica"), **how))
+        return self.batches_s(row, self._once(("adds", row.number, row.encoders_again), adds_s))
 
     def _pipeline(self, row: Row, of: Of) -> tuple[np.ndarray, np.ndarray]:
-        """The pipeline of one of the LLM's replicas (`MeanPipelines.of_batches`)."""
+        """The pipeline of one of the LLM's replicas (`LlmPipelines.of_batches`)."""
         placement = PLACEMENTS[row.values["placement"]]
         hides = placement.has_bridges, placement.encodes_all_first
         key = "pipeline", self._grid_place[row.number], hides, row.recomputed, of

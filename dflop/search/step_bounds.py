@@ -94,7 +94,7 @@ class LowerBounds:
         """A lower bound of a row's step for each batch, [num_batches], or for the mean batch, [1]; of several rows with
         the same placement, [num_rows, num_batches or 1].
 
-        It is made from the LLM alone (`MeanPipelines`) on these batches: its step time `step_s` [num_batches], and its
+        It is made from the LLM alone (`LlmPipelines`) on these batches: its step time `step_s` [num_batches], and its
         work on each pipeline rank `rank_s` [num_batches, pp]. At least the share `encoders_again` of each encoder's
         layers is recomputed. `adds_s` is the least time that encoders add to the LLM's step as their media are dealt
         (`DealtMedia`).
@@ -127,9 +127,9 @@ class LowerBounds:
         encoders_again: float = 0.0,
         adds_s: np.ndarray | float = 0.0,
     ) -> np.ndarray:
-        """As `of_pipeline`, from the LLM's fullest replica, but not for the mean batch.
+        """As `of_pipeline`, for each batch, from the pipeline of the LLM's fullest replica.
 
-        To that one, only what each rank computes of the encoders adds.
+        To its time adds only what every rank computes of the encoders, and nothing where these have ranks of their own.
         """
         placement = PLACEMENTS[self.placement[row]]
         if not placement.shares_ranks:

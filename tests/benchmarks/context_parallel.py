@@ -51,7 +51,8 @@ from dflop.shapes import SampleShapes, load_samples
 BATCH_SIZES = {**regret.BATCH_SIZES, 512: 4096}
 # Scheduled batches of a row, plans with a fixed degree that are scheduled, and a part of a bucket that no sample is.
 NUM_BATCHES, NUM_DIVIDED, LEAST = 2, 3, 1e-9
-# Tokens of a block that are tried, and the batches of an epoch of which the fullest must fit, as for ours.
+# Sizes of blocks that are tried, in tokens; and how many of an epoch's batches are looked through for the fullest one,
+# which has to fit, as it has for our plans.
 BLOCKS, NUM_IN_EPOCH = (1024, 2048, 4096, 8192), 200
 NUM_OF_DEMO, NUM_LONG, LONG_WORDS = 350, 50, 6000
 SHARED, WHOLE = "ours, samples shared", "ours, whole samples"

@@ -31,7 +31,8 @@ def cluster(tmp_path_factory) -> Iterator[MiniSlurm]:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Iterator[Path]:
-    """All that is in the repository, as it is now, and of what is beside it only what was compiled."""
+    """A clone of the repository with the changes that are not committed yet. Its `__pycache__` folders are the
+    checkout's; nothing else that git ignores comes along, such as `results/`."""
     folder = tmp_path_factory.mktemp("clone")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

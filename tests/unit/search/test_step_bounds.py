@@ -17,7 +17,7 @@ from dflop.search.encoder_bounds import DealtMedia
 from dflop.search.levels import Recomputed, with_recomputed
 from dflop.search.link_bounds import LeastLinks
 from dflop.search.memory_bounds import LeastMemory
-from dflop.search.pipeline_bounds import MeanPipelines
+from dflop.search.pipeline_bounds import LlmPipelines
 from dflop.search.recompute import JustEnough
 from dflop.search.space import llm_layers
 from dflop.search.step_bounds import lower_bounds
@@ -55,7 +55,7 @@ class Case:
         self.rows = rows.sample(min(_NUM_ROWS, len(rows)), seed=seeds[1])
         links = LeastLinks(costs, spec, config.cluster, TrainedSet(freeze), 4)
         self.bounds = lower_bounds(self.rows, batches.shapes, costs, spec, splits, links)
-        self.pipelines = MeanPipelines(config, spec, costs, batches, splits, links, policy)
+        self.pipelines = LlmPipelines(config, spec, costs, batches, splits, links, policy)
         self.media = DealtMedia(spec, costs, batches, policy, TrainedSet(freeze))
         self.memory = LeastMemory(spec, costs, batches, splits, policy, TrainedSet(freeze), 4)
         self.rng, self.spec, self.splits, self.frozen = np.random.default_rng(seeds), spec, splits, freeze
@@ -160,7 +160,7 @@ def test_of_equal_texts_the_bound_is_the_step(tiny_spec, costs, samples):
     batches, splits, rows = space_of(config, tiny_spec, costs, texts)
     links = LeastLinks(costs, tiny_spec, config.cluster, TrainedSet(("vision",)), 4)
     bounds = lower_bounds(rows, batches.shapes, costs, tiny_spec, splits, links)
-    pipelines = MeanPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
+    pipelines = LlmPipelines(config, tiny_spec, costs, batches, splits, links, LPT)
     rows = rows.with_row_index("place").filter(pl.col("llm_dp") * 4 <= 8)
     assert rows["schedule"].n_unique() == 3
     for row in rows.iter_rows(named=True):
