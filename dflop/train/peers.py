@@ -57,6 +57,9 @@ _READS = (
     ("train/trainer.py", "_peaks"),
     ("train/trainer.py", "_update"),
 )
+# Where a rank waits for its loaders, and how long it may while all ranks are alive: storage may stop for minutes.
+_LOADS = (("train/node_work.py", "prepare"),)
+_LOADING, _LOADING_S = "loading its microbatch", 600.0
 # How long a rank may take to end after the first node has.
 _AFTER_STORE_S = 30.0
 # How long a rank that ends the job waits for the others' flight records.
@@ -101,8 +104,8 @@ class PeerWatch(threading.Thread):
     def begin(self, what: str, limit_s: float | None = None, *, alive_s: float = 0.0) -> None:
         """Begin a task, described by `what`, that may take `limit_s` seconds (None: any time).
 
-        If all ranks give signs of life, it may take `alive_s` seconds where that is longer, and any time while one of
-        them compiles, as it may at its first microbatch of a new kind.
+        If all ranks give signs of life, it may take `alive_s` seconds where that is longer, ten minutes while one of
+        them waits for its loaders, and any time while one compiles, as it may at its first microbatch of a new kind.
         """
         with self._lock:
             self._what, self._began = what, time.monotonic()
@@ -164,6 +167,8 @@ class PeerWatch(threading.Thread):
             path, function = frame.f_code.co_filename, frame.f_code.co_name
             if any(path.endswith(end) and function.startswith(name) for end, name in self._waits):
                 return f"waiting in {function}"
+            if any(path.endswith(end) and function == name for end, name in _LOADS):
+                return _LOADING
             if "/dflop/" in path:
                 return f"in {function} of {os.path.basename(path)}"
             frame = frame.f_back
@@ -179,6 +184,8 @@ class PeerWatch(threading.Thread):
         compiles = any(
             sign["is_compiling"] or sign["graphs"] > was["graphs"] for sign, was in zip(now, before, strict=True)
         )
+        if any(sign["at"] == _LOADING for sign in now):
+            alive_s = max(alive_s, _LOADING_S)
         if not silent and (compiles or seconds < alive_s):
             return
         busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]

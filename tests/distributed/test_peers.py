@@ -52,12 +52,20 @@ def _train(rank: int, port: int, hangs: str, log: Path) -> None:
             if hangs == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             compiled[0] += hangs == "compiling"
-            time.sleep(3 * _TIMEOUT_S if hangs in ("saving", "compiling") else 1000)
+            if hangs == "loading":
+                peers._LOADS = (("test_peers.py", _load.__name__),)
+                _load()
+            else:
+                time.sleep(3 * _TIMEOUT_S if hangs in ("saving", "compiling") else 1000)
             compiled[1] += hangs == "compiling"
         dist.all_reduce(torch.ones(3))
         if step > 3:
             break
     watch.close()
+
+
+def _load() -> None:
+    time.sleep(3 * _TIMEOUT_S)
 
 
 def _exit_codes(hangs: str, log: Path) -> list[int | None]:
