@@ -80,6 +80,7 @@ Repeats = _number(float, "above 0, and at most 1000", lambda number: 0 < number 
 NotNegative = _number(float, "0 or more, and finite", lambda number: number >= 0)
 BelowOne = _number(float, "0 or more, and below 1", lambda number: 0 <= number < 1)
 Share = _number(float, "from 0 to 1", lambda number: 0 <= number <= 1)
+Betas = Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 RunName = _text(_NAME, "it names a folder under results/: use letters, digits, dot, dash and underscore")

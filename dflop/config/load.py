@@ -19,6 +19,8 @@ __all__ = ["load_config", "merged", "restrict", "select_keys", "set_steps"]
 
 # The number of steps where neither `train.steps` nor `train.epochs` is given.
 _STEPS = 20
+# Steps between checkpoints. On GPUs, where a step takes seconds and a checkpoint of a 7B 96 GB, these are minutes.
+_CHECKPOINT_EVERY = {"cpu": 10, "cuda": 100}
 
 
 def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
@@ -40,6 +42,8 @@ def load_config(*layers: Layer, has_cluster: bool = True) -> Config:
     train = config.train
     if train.steps is None and train.epochs is None:
         train = dataclasses.replace(train, steps=_STEPS)
+    if train.checkpoint_every is None:
+        train = dataclasses.replace(train, checkpoint_every=_CHECKPOINT_EVERY[config.cluster.device])
     return dataclasses.replace(config, cluster=with_device_figures(config), schedule=schedule, train=train)
 
 

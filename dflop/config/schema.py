@@ -250,13 +250,15 @@ class ModuleTraining:
 @_section
 class TrainConfig:
     """Without `steps` and `epochs`, `load_config` sets `steps` to 20. With `epochs`, `dflop train` computes `steps`
-    from the size of the data."""
+    from the size of the data. `load_config` sets a `checkpoint_every` of null by the kind of device."""
 
     global_batch_size: kinds.Count = 16
     steps: kinds.Count | None = None
     epochs: kinds.AboveZero | None = None
     lr: kinds.AboveZero = 1.0e-4
     weight_decay: kinds.NotNegative = 0.01
+    betas: kinds.Betas = field(default_factory=lambda: [0.9, 0.999])
+    eps: kinds.AboveZero = 1.0e-8
     grad_clip: kinds.AboveZero = 1.0
     warmup_steps: kinds.CountOrZero = 0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -265,8 +267,8 @@ class TrainConfig:
     precision: kinds.Precision = "fp32"
     compile: kinds.Switch = "auto"
     export_precision: kinds.Precision | None = None
-    checkpoint_every: kinds.Count = 10
-    resume: Literal["auto", "never"] = "auto"
+    checkpoint_every: kinds.Count | None = None
+    resume: Literal["auto", "require", "never"] = "auto"
     evaluate_every: kinds.Count | None = None
     loader_workers: kinds.CountOrZero | None = None
     peer_timeout_s: kinds.AboveZero = 60.0

@@ -18,16 +18,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Rates(NamedTuple):
-    """By what a parameter is updated: the learning rate before its schedule, and the weight decay."""
+    """By what a parameter is updated: the learning rate before its schedule, the weight decay, the share of each moment
+    that a step keeps, and what is added to the denominator. Without the last two they are torch's."""
 
     lr: float
     weight_decay: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
 
-def rates_of(parameter: torch.Tensor, lr: float, weight_decay: float) -> Rates:
+def rates_of(parameter: torch.Tensor, rates: Rates) -> Rates:
     """The rates of a parameter of a part that has these. Matrices and kernels have weight decay; norms, biases and
     other vectors do not."""
-    return Rates(lr, weight_decay if parameter.ndim > 1 else 0.0)
+    return rates if parameter.ndim > 1 else rates._replace(weight_decay=0.0)
 
 
 def parameter_groups(rates: Mapping[nn.Parameter, Rates]) -> list[dict[str, Any]]:

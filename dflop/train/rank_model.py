@@ -220,8 +220,9 @@ def _build_node(
 
 def _rates(config: Config, stage: Stage) -> dict[nn.Parameter, Rates]:
     """The rates of a stage's trained parameters."""
+    moments = tuple(config.train.betas), config.train.eps
     return {
-        parameter: rates_of(parameter, *config.train.of_part(stage.plain_name(name)))
+        parameter: rates_of(parameter, Rates(*config.train.of_part(stage.plain_name(name)), *moments))
         for name, parameter in stage.named_hf_parameters().items()
         if parameter.requires_grad
     }

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.serial
 
 _SHAPES = [(7, 9), (5,), (130, 3), (64,), (1,), (40, 40)]
 _LR, _DECAY, _SCALE = 1e-2, 0.1, 0.3
-_OWN = Rates(3.0, 0.4)
+_OWN = Rates(3.0, 0.4, (0.8, 0.95), 1e-3)
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -32,7 +32,7 @@ def _parameters() -> list[nn.Parameter]:
 
 def _rates(parameters: list[nn.Parameter], weight_decay: float = _DECAY) -> dict[nn.Parameter, Rates]:
     """Those of the factor `_LR`; the last but one has its own."""
-    rates = {own: rates_of(own, 1.0, weight_decay) for own in parameters}
+    rates = {own: rates_of(own, Rates(1.0, weight_decay)) for own in parameters}
     return rates | ({parameters[-2]: _OWN} if len(parameters) == len(_SHAPES) else {})
 
 
@@ -48,7 +48,7 @@ def _expected(num_steps: int, num_replicas: int) -> tuple[list[nn.Parameter], to
     groups = [
         {"params": [own for own in trained if own.ndim > 1], "weight_decay": _DECAY},
         {"params": [own for own in trained if own.ndim <= 1 and own is not parameters[-2]], "weight_decay": 0.0},
-        {"params": [parameters[-2]], "weight_decay": _OWN.weight_decay, "lr": _OWN.lr * _LR},
+        {"params": [parameters[-2]], **_OWN._asdict(), "lr": _OWN.lr * _LR},
     ]
     optimizer = torch.optim.AdamW(groups, lr=_LR)
     for step in range(num_steps):

@@ -32,7 +32,7 @@ from dflop.plan.trained import TrainedSet
 from dflop.schedule import StepSchedule
 from dflop.shapes import list_sources
 from dflop.step import make_program
-from dflop.train.adamw import parameter_groups, rates_of
+from dflop.train.adamw import Rates, parameter_groups, rates_of
 from dflop.train.data_loader import load_ahead, make_loader
 from dflop.train.node_work import blank_batch
 from dflop.train.rank_model import RankModel, build_rank_model
@@ -66,11 +66,8 @@ def plain_side(
         model.spec.feature_size,
     )
     ddp = _in_shards(whole, device) if shards else DistributedDataParallel(whole)
-    rates = {
-        parameter: rates_of(parameter, config.train.lr, config.train.weight_decay)
-        for parameter in ddp.parameters()
-        if parameter.requires_grad
-    }
+    rates = Rates(config.train.lr, config.train.weight_decay, tuple(config.train.betas), config.train.eps)
+    rates = {parameter: rates_of(parameter, rates) for parameter in ddp.parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(parameter_groups(rates), fused=True)
     jobs = _Jobs(schedules, num_microbatches)
     records = TrainingRecords(list_sources(config.data), config.seed)
