@@ -58,7 +58,15 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     from dflop.schedule.service import open_evaluation, open_scheduler
     from dflop.search import planned_loaders
     from dflop.store import read_table
-    from dflop.train import check_plan, check_trackers, finished_at, generation_of, launch_ranks, sole_use
+    from dflop.train import (
+        check_plan,
+        check_resumable,
+        check_trackers,
+        finished_at,
+        generation_of,
+        launch_ranks,
+        sole_use,
+    )
 
     config = load_for("train", configs)
     check_runnable(config.model.family)
@@ -96,6 +104,7 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     with ExitStack() as held:
         if is_first:  # of several nodes it holds the lock, and the others wait for its word
             held.enter_context(sole_use(out))
+        check_resumable(config, out, generation)
         if checkpoint := finished_at(config, out, generation):
             click.echo(
                 f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "

@@ -354,5 +354,5 @@ def _said(shape: MediumShape) -> str:
 def _changed(ref: SampleRef, change: str) -> str:
     return (
         f"record {ref.row} of source `{ref.source}` has changed since it was profiled ({change}); "
-        "delete results/<run>/shapes and run the workflow again"
+        "restore it to go on, or delete results/<run>/shapes and run the workflow again: a new run begins at step 1"
     )

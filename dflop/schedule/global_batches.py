@@ -33,8 +33,10 @@ class GlobalBatches:
         global_batch_size: int,
         seed: int,
         draws: Sequence[tuple[np.ndarray, float]] | None = None,
+        among: tuple[np.ndarray, int] | None = None,
     ) -> None:
-        """`draws` are `SampleShapes.draws`; by default an epoch draws each sample once.
+        """`draws` are `SampleShapes.draws`; by default an epoch draws each sample once. `among` are the samples' places
+        among all, and the number of all, where some are left out: the others then keep their order.
 
         Raises:
             UserError: when one batch would need more samples than there are, or than an epoch draws.
@@ -53,13 +55,14 @@ class GlobalBatches:
                 f"`train.global_batch_size` is {global_batch_size}, but an epoch draws only {self.samples_per_epoch:g} "
                 "samples; lower it, or raise `data.sources[].epochs`"
             )
-        self.global_batch_size, self._seed = global_batch_size, seed
+        self.global_batch_size, self._seed, self._among = global_batch_size, seed, among
         self._epochs: dict[int, np.ndarray] = {}
 
     @classmethod
     def of(cls, samples: SampleShapes, global_batch_size: int, seed: int) -> Self:
         """The batches of these samples, drawn as often as their sources ask for."""
-        return cls(len(samples), global_batch_size, seed, samples.draws())
+        among = None if samples.place is None else (samples.place, samples.num_all)
+        return cls(len(samples), global_batch_size, seed, samples.draws(), among)
 
     def steps_in(self, epochs: float) -> int:
         """How many steps so many epochs take."""
@@ -89,9 +92,20 @@ class GlobalBatches:
                 self._of_source(number, index, _passed(epoch, per_epoch), _passed(epoch + 1, per_epoch))
                 for number, (index, per_epoch) in enumerate(self._draws)
             ]
-            drawn = np.sort(np.concatenate(drawn))
-            self._epochs[epoch] = np.random.default_rng([self._seed, epoch]).permutation(drawn)
+            self._epochs[epoch] = self._in_order(epoch, np.sort(np.concatenate(drawn)))
         return self._epochs[epoch]
+
+    def _in_order(self, epoch: int, drawn: np.ndarray) -> np.ndarray:
+        """The samples `drawn`, shuffled. If each is drawn once, the order is that of all samples without those that are
+        left out: where more of them are, as on devices with less memory, a resumed run goes on with the rest."""
+        rng = np.random.default_rng([self._seed, epoch])
+        if self._among is None or not np.array_equal(drawn, np.arange(len(self._among[0]))):
+            return rng.permutation(drawn)
+        places, num_all = self._among
+        sample = np.full(num_all, -1)
+        sample[places] = drawn
+        order = sample[rng.permutation(num_all)]
+        return order[order >= 0]
 
     def _of_source(self, number: int, index: np.ndarray, start: int, end: int) -> np.ndarray:
         """Draws `start` to `end` of a source's samples."""

@@ -115,7 +115,7 @@ def without(samples: SampleShapes, needed_bytes: np.ndarray, limit_bytes: float)
         },
         schema=LEFT_OUT_SCHEMA,
     )
-    return (samples.take(np.flatnonzero(~too_large)) if len(out) else samples), frame
+    return (samples.without(too_large) if len(out) else samples), frame
 
 
 def describe_left_out(left_out: pl.DataFrame) -> list[str]:

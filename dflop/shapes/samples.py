@@ -86,6 +86,10 @@ class Mixture:
         return [(index, self.weights[name] / total * len(source)) for name, index in indices.items()]
 
 
+# Fields of `SampleShapes` that are no arrays of its rows.
+_OF_NO_ROW = ("encoders", "mixture", "num_all")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleShapes:
     """One row a sample, in the order of `samples`; one column an encoder, in the order of `encoders`.
@@ -112,16 +116,22 @@ class SampleShapes:
     share: np.ndarray | None = None
     whole_tokens: np.ndarray | None = None
     mixture: Mixture | None = None  # None: an epoch draws each sample once
+    # Where some of `num_all` samples were left out: the places that the others had, [num_samples].
+    place: np.ndarray | None = None
+    num_all: int | None = None
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, index: np.ndarray) -> "SampleShapes":
         """The rows of some samples, by a mask or by positions."""
-        arrays = {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("encoders", "mixture")
-        }
+        arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _OF_NO_ROW}
         return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
+
+    def without(self, left_out: np.ndarray) -> "SampleShapes":
+        """The samples for which the mask `left_out` does not hold, in the order in which they are drawn anyway."""
+        places = np.arange(len(self)) if self.place is None else self.place
+        return replace(self, place=places, num_all=self.num_all or len(self)).take(~left_out)
 
     def draws(self) -> list[tuple[np.ndarray, float]]:
         """The samples of each source that is drawn apart, and how many of them an epoch draws (`Mixture.draws`)."""

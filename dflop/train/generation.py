@@ -18,13 +18,18 @@ from dflop.schedule import Pricer, prices_digest
 
 __all__ = ["Generation", "generation_of"]
 
-# What a key has that an earlier version does not know.
-_NOTHING = "null"
 # To be increased when older checkpoints can no longer be read.
 _CHECKPOINT_FORMAT = 6
 # A checkpoint from before this was written says nothing of it.
 _BEGINS_WITH = "the weights that training begins with"
+_WEIGHTS = "model.weights"  # where they lie; their digest is compared where the checkpoint has one
 _GOES_ON_FROM = "the adapters that training begins with"
+# The digest of its samples is compared, but other ones left out are no reason to begin anew: batches keep their order.
+_LEFT_OUT = "the samples left out"
+# What the digests of data and weights are of, wherever it lies.
+_PLACES = ("path", "media_root")
+# Keys that earlier versions do not know, left out where they have these values, which they had.
+_NEW_TRAIN_KEYS = {"train.betas": [0.9, 0.999], "train.eps": 1e-8}
 # Keys of a source that earlier versions do not know, left out where they say nothing.
 _NEW_KEYS = ("columns", "epochs", "weight")
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
@@ -69,12 +74,23 @@ class Generation:
         """The inputs of the weights that differ from those of an earlier generation, in words."""
         if not earlier.weights:
             return ["another version of dflop wrote the checkpoint"]
-        names = sorted((self.weights.keys() - {_BEGINS_WITH}) | earlier.weights.keys())
+        names = ((self.weights.keys() - {_BEGINS_WITH}) | earlier.weights.keys()) - {_LEFT_OUT}
+        if _BEGINS_WITH in self.weights.keys() & earlier.weights.keys():
+            names.remove(_WEIGHTS)
         return [
-            _change(name, earlier.weights.get(name), self.weights.get(name))
-            for name in names
-            if self.weights.get(name, _NOTHING) != earlier.weights.get(name, _NOTHING)
+            _change(name, _value(name, earlier.weights), _value(name, self.weights))
+            for name in sorted(names)
+            if _compared(name, self.weights) != _compared(name, earlier.weights)
         ]
+
+    def otherwise_left_out(self, earlier: "Generation") -> str | None:
+        """What to say where other samples are left out than in an earlier generation; None if they are the same."""
+        if self.weights.get(_LEFT_OUT) == earlier.weights.get(_LEFT_OUT):
+            return None
+        return (
+            "other samples are left out than before, as memory, plan or costs are others; the rest keep their order, "
+            "and a few of them may come twice in this epoch, or not at all"
+        )
 
 
 def generation_of(
@@ -86,7 +102,8 @@ def generation_of(
         {key: value for key, value in source.items() if value or key not in _NEW_KEYS}
         for source in weights["data.sources"]
     ]
-    weights |= {"the data": _digest(list(data_digests)), "the samples left out": _digest(sorted(left_out))}
+    weights = {name: value for name, value in weights.items() if _NEW_TRAIN_KEYS.get(name, ...) != value}
+    weights |= {"the data": _digest(list(data_digests)), _LEFT_OUT: _digest(sorted(left_out))}
     if begins_with := config.model.weights or config.model.path:
         weights[_BEGINS_WITH] = weights_digest(Path(begins_with))
     if config.model.adapter:
@@ -104,7 +121,20 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _change(name: str, was: str | None, now: str | None) -> str:
+def _value(name: str, weights: Mapping[str, str]) -> str:
+    return weights.get(name, json.dumps(_NEW_TRAIN_KEYS.get(name)))
+
+
+def _compared(name: str, weights: Mapping[str, str]) -> str:
+    """What is compared of an input: of sources not where they lie."""
+    value = _value(name, weights)
+    if name == "data.sources" and name in weights:
+        sources = [{key: own for key, own in source.items() if key not in _PLACES} for source in json.loads(value)]
+        return json.dumps(sources, sort_keys=True)
+    return value
+
+
+def _change(name: str, was: str, now: str) -> str:
     if " " in name:
         return f"{name} changed"
     return f"`{name}` changed" if len(f"{was}{now}") > 80 else f"`{name}` was {was} and is {now}"

@@ -92,6 +92,29 @@ def check_devices(config: Config, plan: Plan) -> None:
         )
 
 
+def check_resumable(config: Config, out: Path, generation: Generation) -> None:
+    """Check that the run of the last checkpoint can go on, or that a new run may begin in its place.
+
+    Raises:
+        UserError: naming what has changed, or that the checkpoint is behind the last step.
+    """
+    found = find_checkpoint(out / "checkpoints")
+    if found is None or config.train.resume == "never":
+        return
+    path, run = found
+    changes = generation.changes_since(Generation.of_run(run))
+    if changes and config.train.resume == "require":
+        raise UserError(
+            f"`train.resume` is require, and since {path}: {', '.join(changes)}; change it back to go on, or set "
+            f"`train.resume` to auto: then a new run begins at step 1, and this one is moved into {out / 'old-N'}"
+        )
+    if not changes and run["step"] > config.train.steps:
+        raise UserError(
+            f"{path} is of step {run['step']}, and `train.steps` is {config.train.steps}: raise it to go on, or set "
+            "`train.resume: never` to train anew"
+        )
+
+
 def finished_at(config: Config, out: Path, generation: Generation) -> Path | None:
     """The last checkpoint of a run that has trained all of its steps and written its model; None if work is left."""
     found = find_checkpoint(out / "checkpoints")

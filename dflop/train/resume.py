@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from dflop.base import UserError
 from dflop.config import TrainConfig
 from dflop.train.checkpoint import load_checkpoint
 from dflop.train.checkpoint_files import Damaged, checkpoints_in, damage_in, move_aside, read_run
@@ -12,7 +13,7 @@ from dflop.train.generation import Generation
 from dflop.train.metrics import mend_metrics
 from dflop.train.observations import Observations
 from dflop.train.rank_model import RankModel
-from dflop.train.run_folder import OBSERVED, RunFiles, clear_start, set_aside
+from dflop.train.run_folder import RunFiles, clear_start, set_aside, set_observed_aside
 
 __all__ = ["take_up"]
 
@@ -30,11 +31,13 @@ def take_up(
     Afterwards the model is that of the last whole checkpoint, and the outputs of later steps are removed.
 
     Raises:
-        UserError: when the checkpoint lacks values that a rank needs.
+        UserError: when the checkpoint lacks values that a rank needs, or a run that is to be resumed cannot be.
     """
     is_main = dist.get_rank() == 0
     found, why_anew = _find_whole(config, files, group)
     if found is None:
+        if why_anew and config.resume == "require":
+            raise UserError(f"`train.resume` is require, and {why_anew} in {files.checkpoints}; see `damaged-…` there")
         if is_main and why_anew:
             aside = set_aside(files.out)
             print(f"dflop: a new run begins: {why_anew}; what the earlier one left was {aside}", flush=True)
@@ -47,8 +50,10 @@ def take_up(
     if is_main:
         mend_metrics(files.metrics, before_step=run["step"])
         observations.forget_from(run["step"])
+        if said := files.generation.otherwise_left_out(Generation.of_run(run)):
+            print(f"dflop: warning: from step {run['step'] + 1} on {said}", file=sys.stderr, flush=True)
         if Generation.of_run(run).prices != files.generation.prices:
-            aside = set_aside(files.out, OBSERVED)
+            aside = set_observed_aside(files.out)
             print(
                 f"dflop: costs or plan changed at step {run['step']}: what was observed before was {aside}", flush=True
             )
@@ -110,8 +115,4 @@ def _why_anew(config: TrainConfig, generation: Generation, run: dict) -> str | N
     """Why the run of a checkpoint is not resumed; None if it is."""
     if config.resume == "never":
         return "`train.resume` is never"
-    if changes := generation.changes_since(Generation.of_run(run)):
-        return ", ".join(changes)
-    if run["step"] > config.steps:
-        return f"the last checkpoint is of step {run['step']} and `train.steps` is {config.steps}"
-    return None
+    return ", ".join(generation.changes_since(Generation.of_run(run))) or None

@@ -11,14 +11,21 @@ from typing import NamedTuple
 
 from dflop.train.generation import Generation
 
-__all__ = ["LAST_SUMMARY", "OBSERVED", "MeasuredOn", "RunFiles", "clear_start", "is_emulated", "set_aside"]
+__all__ = [
+    "LAST_SUMMARY",
+    "MeasuredOn",
+    "RunFiles",
+    "clear_start",
+    "is_emulated",
+    "set_aside",
+    "set_observed_aside",
+]
 
 LAST_SUMMARY = "last_summary.json"
 # The outputs that hold measurements with predictions, and all outputs of a run.
-OBSERVED = ("observations", "observations.duckdb", "trace.json")
-_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", LAST_SUMMARY, "tensorboard", "wandb", *OBSERVED)
+_OBSERVED = ("observations", "observations.duckdb", "trace.json")
+_OUTPUTS = ("checkpoints", "metrics.jsonl", "model", "summary.json", LAST_SUMMARY, "tensorboard", "wandb", *_OBSERVED)
 _NUM_KEPT_ASIDE = 2
-_ASIDE = re.compile(r"old-(\d+)")
 
 
 class MeasuredOn(NamedTuple):
@@ -49,11 +56,21 @@ class RunFiles:
         return self.out / "checkpoints"
 
 
-def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:
-    """Move outputs into `old-N` in the same folder, of which the last two are kept. Returns a text that says where they
-    are."""
-    earlier = sorted(int(match[1]) for path in out.iterdir() if (match := _ASIDE.fullmatch(path.name)))
-    aside = out / f"old-{max(earlier, default=0) + 1}"
+def set_aside(out: Path) -> str:
+    """Move a run's outputs into `old-N` in the same folder, of which the last two are kept. Returns a text that says
+    where they are."""
+    return _moved(out, "old", _OUTPUTS)
+
+
+def set_observed_aside(out: Path) -> str:
+    """Move what was observed into `observed-N`: while costs and plans change, earlier runs are kept (`set_aside`)."""
+    return _moved(out, "observed", _OBSERVED)
+
+
+def _moved(out: Path, kind: str, names: tuple[str, ...]) -> str:
+    numbers = (re.fullmatch(rf"{kind}-(\d+)", path.name) for path in out.iterdir())
+    earlier = sorted(int(match[1]) for match in numbers if match)
+    aside = out / f"{kind}-{max(earlier, default=0) + 1}"
     aside.mkdir()
     for name in names:
         if (out / name).exists():
@@ -63,8 +80,8 @@ def set_aside(out: Path, names: tuple[str, ...] = _OUTPUTS) -> str:
         (aside / LAST_SUMMARY).replace(aside / "summary.json")
     said = f"moved to {aside}"
     for number in earlier[: len(earlier) + 1 - _NUM_KEPT_ASIDE]:
-        shutil.rmtree(out / f"old-{number}")
-        said += f"; {out / f'old-{number}'} was removed, since the last {_NUM_KEPT_ASIDE} are kept"
+        shutil.rmtree(out / f"{kind}-{number}")
+        said += f"; {out / f'{kind}-{number}'} was removed, since the last {_NUM_KEPT_ASIDE} are kept"
     return said
 
 

@@ -44,6 +44,15 @@ def test_another_seed_or_epoch_shuffles_otherwise():
     assert batches[0].tolist() != list(range(100))
 
 
+@given(size=sizes(), seed=seeds, data=st.data(), step=st.integers(0, 20))
+def test_samples_that_are_left_out_are_drawn_by_none_and_the_others_keep_their_order(size, seed, data, step):
+    num_samples, _ = size
+    kept = np.array(sorted(data.draw(st.sets(st.integers(0, num_samples - 1), min_size=1))))
+    of_all = GlobalBatches(num_samples, num_samples, seed)[step]
+    of_kept = GlobalBatches(len(kept), len(kept), seed, among=(kept, num_samples))[step]
+    assert kept[of_kept].tolist() == [sample for sample in of_all if sample in kept]
+
+
 def test_a_batch_larger_than_the_data_says_what_would_fit():
     with pytest.raises(UserError, match=r"size` is 11, but there are only 10 samples; lower it to 10"):
         GlobalBatches(10, 11, seed=0)

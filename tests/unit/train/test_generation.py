@@ -8,12 +8,13 @@ import polars as pl
 import pytest
 from safetensors.numpy import save_file
 
+from dflop.base import UserError
 from dflop.config import load_config
 from dflop.store import STEP_SECONDS_SCHEMA
-from dflop.train import finished_at, generation_of, summarise
+from dflop.train import check_resumable, finished_at, generation_of, summarise
 from dflop.train.generation import Generation
 from dflop.train.observations import Merged
-from dflop.train.run_folder import MeasuredOn, set_aside
+from dflop.train.run_folder import MeasuredOn, set_aside, set_observed_aside
 from dflop.train.step_log import say_if_costs_are_of_another
 
 MADE = {"train": {"steps": 4}}
@@ -47,9 +48,21 @@ def test_what_changes_the_weights_makes_another_run_and_is_named(generate, confi
     assert generate(config).changes_since(generate()) == [said]
 
 
-def test_other_data_and_other_samples_left_out_make_another_run(generate):
+def test_other_data_make_another_run_and_other_samples_left_out_do_not_but_are_said(generate):
     assert generate(digests=("e",)).changes_since(generate()) == ["the data changed"]
-    assert generate(left_out=[("a", 1)]).changes_since(generate()) == ["the samples left out changed"]
+    assert not generate(left_out=[("a", 1)]).changes_since(generate())
+    assert "other samples are left out" in generate(left_out=[("a", 1)]).otherwise_left_out(generate())
+    assert generate().otherwise_left_out(generate()) is None
+
+
+def test_the_same_data_and_weights_at_another_place_are_the_same_run(generate, tmp_path):
+    places, moved = [tmp_path / name for name in ("home", "scratch")], []
+    for place in places:
+        place.mkdir()
+        save_file({"llm": np.zeros(3)}, place / "model.safetensors")
+        source = {"path": f"{place}/a.json", "media_root": str(place)}
+        moved.append(generate({"data": {"sources": [source]}, "model": {"weights": str(place)}}))
+    assert not moved[1].changes_since(moved[0])
 
 
 def test_more_steps_and_faster_loading_make_no_other_run(generate):
@@ -63,6 +76,10 @@ def test_a_checkpoint_that_does_not_know_a_key_goes_on_while_the_key_says_nothin
     source = {"path": "a.json", "media_root": "."}
     now = generate({"data": {"sources": [source]}, "model": {"weights": str(tmp_path)}})
     before = dict(now.weights)
+    assert not {"train.betas", "train.eps"} & before.keys()
+    assert generate({"train": {"betas": [0.9, 0.95]}}).changes_since(generate()) == [
+        "`train.betas` was [0.9, 0.999] and is [0.9, 0.95]"
+    ]
     del before["the weights that training begins with"], before["model.lora"]
     assert not now.changes_since(Generation(before, ""))
     assert not {"columns", "epochs", "weight"} & json.loads(now.weights["data.sources"])[0].keys()
@@ -101,6 +118,19 @@ def test_a_run_is_finished_when_its_last_step_and_its_model_are_there(generate, 
     assert finished_at(config, tmp_path, generate({"train": {"lr": 0.5}})) is None
     (tmp_path / "model").rmdir()
     assert finished_at(config, tmp_path, generation) is None
+
+
+def test_a_run_that_is_required_to_resume_is_not_begun_anew_and_no_step_is_taken_back(generate, tmp_path):
+    require = {"train": {"resume": "require"}}
+    config, other = load_config(MADE, require), generate({"train": {"lr": 0.5}})
+    check_resumable(config, tmp_path, other)  # there is nothing to resume
+    write_run(tmp_path, generate(), ["p"] * 4)
+    check_resumable(config, tmp_path, generate())
+    with pytest.raises(UserError, match=r"`train.lr` was 0.0001 and is 0.5; change it back to go on, or set .* auto"):
+        check_resumable(config, tmp_path, other)
+    check_resumable(load_config(MADE), tmp_path, other)
+    with pytest.raises(UserError, match=r"step-000004 is of step 4, and `train.steps` is 3: raise it to go on"):
+        check_resumable(load_config({"train": {"steps": 3}}), tmp_path, generate())
 
 
 def test_figures_of_two_cost_tables_are_not_mixed_and_losses_are_what_they_are_called(generate, tmp_path):
@@ -147,6 +177,16 @@ def test_the_last_two_earlier_runs_are_kept_and_it_is_said_what_is_removed(tmp_p
         assert ("was removed" in said) == (number > 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "old-3", "old-4"]
     assert (tmp_path / "old-4/metrics.jsonl").read_text() == "4"
+
+
+def test_what_was_observed_with_other_costs_takes_no_place_of_a_run_that_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("a run")
+    set_aside(tmp_path)
+    for number in range(1, 4):
+        (tmp_path / "trace.json").write_text(str(number))
+        assert f"moved to {tmp_path / f'observed-{number}'}" in set_observed_aside(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["observed-2", "observed-3", "old-1"]
+    assert (tmp_path / "old-1/metrics.jsonl").read_text() == "a run"
 
 
 def test_a_run_that_is_set_aside_keeps_its_summary_though_the_workflow_deleted_it(tmp_path):
