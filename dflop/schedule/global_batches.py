@@ -61,8 +61,7 @@ class GlobalBatches:
     @classmethod
     def of(cls, samples: SampleShapes, global_batch_size: int, seed: int) -> Self:
         """The batches of these samples, drawn as often as their sources ask for."""
-        among = None if samples.place is None else (samples.place, samples.num_all)
-        return cls(len(samples), global_batch_size, seed, samples.draws(), among)
+        return cls(len(samples), global_batch_size, seed, samples.draws(), samples.among)
 
     def steps_in(self, epochs: float) -> int:
         """How many steps so many epochs take."""

@@ -14,7 +14,7 @@ import numpy as np
 from dflop.schedule.assignment import Assignment
 from dflop.schedule.lockstep import lasting_s
 from dflop.schedule.pricer import Pricer
-from dflop.shapes import MediaSizes, SampleShapes
+from dflop.shapes import HOW_DRAWN, MediaSizes, SampleShapes
 
 __all__ = ["StepSchedule", "schedule_of"]
 
@@ -74,7 +74,7 @@ class StepSchedule:
     @property
     def shapes(self) -> SampleShapes:
         """The shapes of the step's samples, in the schedule's order."""
-        named = [item.name for item in fields(SampleShapes) if item.name != "mixture"]  # what is drawn is no mixture
+        named = [item.name for item in fields(SampleShapes) if item.name not in HOW_DRAWN]
         return SampleShapes(**{name: getattr(self, name) for name in named})
 
     @property

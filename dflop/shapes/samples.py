@@ -17,6 +17,7 @@ from dflop.models import ModuleSpec
 from dflop.store import read_table
 
 __all__ = [
+    "HOW_DRAWN",
     "MEDIA_COLUMNS",
     "MediaSizes",
     "Mixture",
@@ -86,8 +87,8 @@ class Mixture:
         return [(index, self.weights[name] / total * len(source)) for name, index in indices.items()]
 
 
-# Fields of `SampleShapes` that are no arrays of its rows.
-_OF_NO_ROW = ("encoders", "mixture", "num_all")
+# Fields of `SampleShapes` by which epochs are drawn. What is drawn has none.
+HOW_DRAWN = ("mixture", "among")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,22 +117,22 @@ class SampleShapes:
     share: np.ndarray | None = None
     whole_tokens: np.ndarray | None = None
     mixture: Mixture | None = None  # None: an epoch draws each sample once
-    # Where some of `num_all` samples were left out: the places that the others had, [num_samples].
-    place: np.ndarray | None = None
-    num_all: int | None = None
+    # Where some samples were left out: the places that the others had, [num_samples], and the number of all.
+    among: tuple[np.ndarray, int] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, index: np.ndarray) -> "SampleShapes":
         """The rows of some samples, by a mask or by positions."""
-        arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _OF_NO_ROW}
-        return replace(self, **{name: array[index] for name, array in arrays.items() if array is not None})
+        others = ("encoders", *HOW_DRAWN)
+        arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in others}
+        among = self.among and (self.among[0][index], self.among[1])
+        return replace(self, among=among, **{name: array[index] for name, array in arrays.items() if array is not None})
 
     def without(self, left_out: np.ndarray) -> "SampleShapes":
         """The samples for which the mask `left_out` does not hold, in the order in which they are drawn anyway."""
-        places = np.arange(len(self)) if self.place is None else self.place
-        return replace(self, place=places, num_all=self.num_all or len(self)).take(~left_out)
+        return replace(self, among=self.among or (np.arange(len(self)), len(self))).take(~left_out)
 
     def draws(self) -> list[tuple[np.ndarray, float]]:
         """The samples of each source that is drawn apart, and how many of them an epoch draws (`Mixture.draws`)."""

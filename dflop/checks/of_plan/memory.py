@@ -29,7 +29,7 @@ from dflop.models.precision import COMPUTES_IN
 from dflop.plan import Plan
 from dflop.schedule import MEMORY_CATEGORIES, Assignment, StepSchedule, tensor_bytes
 from dflop.search import pricer_of
-from dflop.shapes import MediaSizes, SampleShapes
+from dflop.shapes import HOW_DRAWN, MediaSizes, SampleShapes
 from dflop.shapes.shares import SampleDivider
 from dflop.step import Node, Op, Program, StepInstructions, make_program
 from dflop.step.nodes import worker_of
@@ -182,7 +182,7 @@ def _schedule(program: Program, shapes: SampleShapes, assignment: Assignment) ->
     nothing = np.zeros((len(program.nodes), program.num_microbatches))
     return StepSchedule(
         step=0,
-        **{name: getattr(shapes, name) for name in SampleShapes.__dataclass_fields__ if name != "mixture"},
+        **{name: getattr(shapes, name) for name in SampleShapes.__dataclass_fields__ if name not in HOW_DRAWN},
         **{name: getattr(assignment, name) for name in Assignment.__dataclass_fields__},
         position=np.zeros(len(shapes), dtype=np.int64),
         forward_s=nothing,
