@@ -108,7 +108,7 @@ def check_resumable(config: Config, out: Path, generation: Generation) -> None:
             f"`train.resume` is require, and since {path}: {', '.join(changes)}; change it back to go on, or set "
             f"`train.resume` to auto: then a new run begins at step 1, and this one is moved into {out / 'old-N'}"
         )
-    if not changes and run["step"] > config.train.steps:
+    if not changes and config.train.epochs is None and run["step"] > config.train.steps:
         raise UserError(
             f"{path} is of step {run['step']}, and `train.steps` is {config.train.steps}: raise it to go on, or set "
             "`train.resume: never` to train anew"
@@ -122,4 +122,4 @@ def finished_at(config: Config, out: Path, generation: Generation) -> Path | Non
         return None
     path, run = found
     is_same = not generation.changes_since(Generation.of_run(run))
-    return path if is_same and run["step"] == config.train.steps else None
+    return path if is_same and run["step"] >= config.train.steps else None

@@ -1,6 +1,7 @@
 """What makes a run another run, what becomes of the old one's outputs, and what a summary is of."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,11 @@ def test_a_run_that_is_required_to_resume_is_not_begun_anew_and_no_step_is_taken
     check_resumable(load_config(MADE), tmp_path, other)
     with pytest.raises(UserError, match=r"step-000004 is of step 4, and `train.steps` is 3: raise it to go on"):
         check_resumable(load_config({"train": {"steps": 3}}), tmp_path, generate())
+    # With epochs, another number of samples left out makes it fewer.
+    fewer = load_config({"train": {"steps": None, "epochs": 1}})
+    fewer = replace(fewer, train=replace(fewer.train, steps=3))
+    check_resumable(fewer, tmp_path, generate())
+    assert finished_at(fewer, tmp_path, generate())
 
 
 def test_figures_of_two_cost_tables_are_not_mixed_and_losses_are_what_they_are_called(generate, tmp_path):
