@@ -180,8 +180,8 @@ def test_a_run_listens_on_loopback_alone_takes_no_other_into_its_folder_and_ends
             assert subprocess.run(["stat", file], capture_output=True).returncode == 0
             assert subprocess.run(["stat", file], capture_output=True, **nobody).returncode != 0
     wait_for_steps(process, out, 2 + (out / "metrics.jsonl").read_bytes().count(b"\n"))
-    assert end_run(start_run(folder, config, plan_file(folder), out, steps=100_000), tmp_path / "second") == 2
-    assert f"{out}: process {process.pid} of " in (tmp_path / "second/log").read_text()
+    train(folder, config, plan_file(folder), out, fails=True, steps=100_000)
+    assert f"dflop: {out}: process {process.pid} of " in (out / "log").read_text()
     os.kill(process_of_rank(1, out), signal.SIGSTOP)
     assert end_run(process, out) != 0
     log = (out / "log").read_text()
