@@ -220,8 +220,23 @@ trainer.fit(Module(), DataLoader(data, batch_sampler=sampler, collate_fn=collate
 }
 
 
-def train(folder: Path, **codes: str) -> list[list[list[int]]]:
-    """Run trainers, one after the other in the same two processes; of each, the samples of each step."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[list[int]]]:
+    """The samples of each step of all trainers, which run one after the other in the same two processes."""
+    for name in ("accelerate", "trl", "lightning"):
+        pytest.importorskip(name, reason=f"needs {name} (pip install '.[dev]')")
+    folder = tmp_path_factory.mktemp("trainers")
+    ChatTokenizer(None).save(folder / "tokenizer", ())
+    codes = {
+        name: RUNS["transformers"].replace("EQUAL", equal).replace("RESUMED", resumed)
+        for name, equal, resumed in (
+            ("begun", "None", "None"),
+            ("resumed", "None", 'f"{folder}/checkpoint-8"'),
+            ("equal", "True", "None"),
+        )
+    }
+    codes["equal"] += "assert (weights[0] - weights[2]).abs().max() < 1e-5, 'batches of other sizes train otherwise'\n"
+    codes |= {name: RUNS[name] for name in ("trl", "accelerate", "lightning", "pictures")}
     script = folder / "train.py"
     script.write_text(SCRIPT + "".join(f"{code}\nkeep({name!r})\n" for name, code in codes.items()))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
@@ -233,7 +248,7 @@ def train(folder: Path, **codes: str) -> list[list[list[int]]]:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    return [steps_of(folder, name) for name in codes]
+    return {name: steps_of(folder, name) for name in codes}
 
 
 def steps_of(folder: Path, name: str) -> list[list[int]]:
@@ -260,24 +275,14 @@ def torch_steps() -> list[list[int]]:
     return found
 
 
-def test_the_trainer_trains_on_the_samples_of_torch_and_resumes_in_the_second_epoch(tmp_path):
-    pytest.importorskip("accelerate", reason="the Trainer needs accelerate (pip install '.[dev]')")
+def test_the_trainer_trains_on_the_samples_of_torch_and_resumes_in_the_second_epoch(found):
     expected = torch_steps()
-    begun = RUNS["transformers"].replace("EQUAL", "None").replace("RESUMED", "None")
-    resumed = RUNS["transformers"].replace("EQUAL", "None").replace("RESUMED", 'f"{folder}/checkpoint-8"')
-    equal = RUNS["transformers"].replace("EQUAL", "True").replace("RESUMED", "None")
-    equal += "assert (weights[0] - weights[2]).abs().max() < 1e-5, 'batches of other sizes train otherwise'\n"
-    found = train(tmp_path, begun=begun, resumed=resumed, equal=equal)
-    assert found == [expected, [[]] * 8 + expected[8:], expected]
+    assert found["begun"] == found["equal"] == expected
+    assert found["resumed"] == [[]] * 8 + expected[8:]
 
 
-def test_trl_with_and_without_pictures_accelerate_and_lightning_train_on_the_samples_of_torch(tmp_path):
-    others = ("trl", "accelerate", "lightning")
-    for name in others:
-        pytest.importorskip(name, reason=f"needs {name} (pip install '.[dev]')")
-    ChatTokenizer(None).save(tmp_path / "tokenizer", ())
+def test_trl_with_and_without_pictures_accelerate_and_lightning_train_on_the_samples_of_torch(found):
     expected = torch_steps()
     half = len(expected) // EPOCHS
-    found = train(tmp_path, **{name: RUNS[name] for name in (*others, "pictures")})
-    turned = expected[half:] + expected[:half]
-    assert found == [expected, turned, expected, expected], "accelerate began with the second epoch"
+    assert found["trl"] == found["lightning"] == found["pictures"] == expected
+    assert found["accelerate"] == expected[half:] + expected[:half], "accelerate began with the second epoch"
