@@ -169,7 +169,6 @@ def test_a_plan_for_hardware_that_is_not_at_hand_says_what_it_stands_on(profiled
     sections = {
         "run": "analytic",
         "data": {"sources": [{"path": "data/pictures.json"}]},
-        "model": {"preset": "llava_ov_7b"},
         "cluster": {"device": "cuda", "devices_per_node": 4, "device_model": "ours", "device_models": "devices.yaml"},
         "costs": {"source": "analytic", "implementation": "eager", "tp_sizes": [1]},
         "plan": {"search_batches": 1, "placements": ["disjoint"], "fixed": {"num_microbatches": 8}},
