@@ -154,7 +154,10 @@ def computed_eagerly(computed: list, forward, hidden):
     return made
 
 
-@pytest.mark.parametrize(("module", "size", "num_products"), [("llm", [30, 11], 7), ("vision", [2, 1], 6)])
+@pytest.mark.parametrize(
+    ("module", "size", "num_products"),
+    [("llm", [30, 11], 7), pytest.param("vision", [2, 1], 6, marks=pytest.mark.exhaustive)],
+)
 def test_the_last_product_of_a_compiled_layer_is_not_computed_again(module, size, num_products):
     none, some = (products_in(module, size, num_recomputed) for num_recomputed in (0, 1))
     not_counted = 2  # in the backward of a product that is not compiled
