@@ -23,8 +23,9 @@ _LONGEST = tuple(
     for name in (
         *("training", "plan_memory", "stopping", "analytic", "workflow", "compilation", "layouts", "service"),
         *("training_surroundings", "counted", "shapes", "elsewhere", "side_by_side", "page", "fake_cuda", "links"),
-        *("export", "model_arithmetic", "trainer_example", "reruns", "evaluation", "stages", "layouts_agree"),
-        *("against_brute_force", "tensor_parallel", "examples", "checkpoints"),
+        *("export", "model_arithmetic", "tensor_parallel", "stages", "slurm_jobs", "tables", "peers", "made_up_tables"),
+        *("reruns", "against_brute_force", "evaluation", "published_runs", "trainer_example", "offloading"),
+        *("layouts_agree", "deterministic", "packaging", "constraints", "two_at_once", "step_bounds"),
     )
 )
 
