@@ -18,7 +18,7 @@ from pathlib import Path
 from dflop.base.errors import UserError
 from dflop.base.first_node import hear, slurm_nodes, slurm_rank, told
 
-__all__ = ["LOOPBACK", "in_a_folder", "over_machines"]
+__all__ = ["LOOPBACK", "in_a_folder", "names_of_nodes", "over_machines"]
 
 # The environment of ranks that are all on one machine.
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
@@ -44,19 +44,11 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
     `shared` is a folder that all nodes see. The nodes' files there are deleted in the end.
 
     Raises:
-        UserError: when this runs outside `srun` or on fewer nodes, when the environment variable for the port holds no
-            port or one that is taken, or when another node does not come for ten minutes; on other nodes, the first
+        UserError: as `names_of_nodes`, when the environment variable for the port holds no port or one that is taken,
+            or when another node does not come for ten minutes; on other nodes, the first
             one's last words (`first_node`).
     """
-    nodes = slurm_nodes()
-    if not nodes:
-        raise UserError(
-            f"`cluster.num_nodes` is {num_nodes}: run this inside `srun` with one task a node (the workflow's slurm "
-            "profile does), or set `cluster.num_nodes: 1`"
-        )
-    names = _of_slurm("hostnames", nodes).split()
-    if len(names) < num_nodes:
-        raise UserError(f"`cluster.num_nodes` is {num_nodes}, this Slurm job has {len(names)} node(s); make them equal")
+    names = names_of_nodes(num_nodes)
     if rank := slurm_rank():
         said = hear(shared)
         yield [_arguments(num_nodes, said["address"], rank=rank, port=said["port"])], []
@@ -67,6 +59,25 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
         with told(shared, num_nodes, {"address": address, "port": port}):
             number = listener.fileno()
             yield [_arguments(num_nodes, address, rank=0, port=port, listener=number)], [number]
+
+
+def names_of_nodes(num_nodes: int) -> list[str]:
+    """The host names of a Slurm step's nodes.
+
+    Raises:
+        UserError: when this runs outside `srun` or on fewer nodes, with the way to start it.
+    """
+    nodes = slurm_nodes()
+    if not nodes:
+        raise UserError(
+            f"`cluster.num_nodes` is {num_nodes}, and each node runs this command: run this inside `srun` of a Slurm "
+            f"job of {num_nodes} nodes with all their GPUs (`srun --nodes={num_nodes} --ntasks-per-node=1 dflop …`), "
+            "or let the workflow submit it (`snakemake --profile slurm …`)"
+        )
+    names = _of_slurm("hostnames", nodes).split()
+    if len(names) < num_nodes:
+        raise UserError(f"`cluster.num_nodes` is {num_nodes}, this Slurm job has {len(names)} node(s); make them equal")
+    return names
 
 
 def _arguments(num_nodes: int, endpoint: str, **config: int) -> list[str]:

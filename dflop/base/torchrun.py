@@ -20,11 +20,11 @@ from pathlib import Path
 
 from dflop.base.first_node import slurm_nodes, slurm_rank
 from dflop.base.gpu_environment import gpu_environment
-from dflop.base.meeting import LOOPBACK, in_a_folder, over_machines
+from dflop.base.meeting import LOOPBACK, in_a_folder, names_of_nodes, over_machines
 from dflop.base.signals import STOP_SIGNALS, SignalListener, children_of, stop_signals_blocked
 from dflop.config import ClusterConfig
 
-__all__ = ["is_first_node", "run_ranks", "threads_per_rank"]
+__all__ = ["check_nodes", "is_first_node", "run_ranks", "threads_per_rank"]
 
 _POLL_S = 0.2
 # This argument stands before torchrun's own. It says that the ranks stop by themselves when they are asked to.
@@ -55,10 +55,9 @@ def run_ranks(
     blocked.
 
     Raises:
-        UserError: when there are several nodes of GPUs and this runs outside `srun`, or when they do not find each
-            other.
+        UserError: as `check_nodes`, or when nodes do not find each other.
     """
-    is_here = num_nodes == 1 or (cluster.device == "cpu" and not slurm_nodes())
+    is_here = _is_here(cluster, num_nodes)
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads_per_rank(cluster, num_nodes if is_here else 1)),
         # Threads that spin while they wait make timings collapse on a busy machine.
@@ -72,6 +71,17 @@ def run_ranks(
         with stop_signals_blocked() if asks_first else contextlib.nullcontext():
             agents = [_start_agent([*node, *job], environment, inherited, asks_first) for node in nodes]
         return _ended(agents, asks_first)
+
+
+def check_nodes(cluster: ClusterConfig, num_nodes: int) -> None:
+    """Raise `UserError` when there are several nodes of GPUs and this runs outside `srun`, or on fewer nodes."""
+    if not _is_here(cluster, num_nodes):
+        names_of_nodes(num_nodes)
+
+
+def _is_here(cluster: ClusterConfig, num_nodes: int) -> bool:
+    """Whether the ranks of all nodes run on this machine."""
+    return num_nodes == 1 or (cluster.device == "cpu" and not slurm_nodes())
 
 
 def _ended(agents: list[subprocess.Popen], asks_first: bool) -> tuple[int, list[int]]:

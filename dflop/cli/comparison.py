@@ -37,20 +37,20 @@ def compare_command(
 
     RUN is a run of the workflow, by its name or folder; then the files are the run's.
     """
-    from dflop.comparison import ABLATION, keys_of_size, scaling_frame, scaling_text, systems_of
+    from dflop.comparison import keys_of_size, scaling_frame, scaling_text
     from dflop.store import write_parquet
 
     config = load_for("compare", configs)
     if ablate:
         out = out.with_stem(f"{out.stem}-ablation")
     if scale is None:
-        _write(_rows(config, shapes, costs, batches, ABLATION if ablate else systems_of(config)), config, costs, out)
+        _write(_rows(config, shapes, costs, batches, ablate=ablate), config, costs, out)
         return
     sizes = {size: load_for("compare", (*configs, *keys_of_size(config, size))) for size in _sizes(scale)}
     found = {}
     for size, sized in sizes.items():
         click.echo(f"{size} devices", err=True)
-        found[size] = _rows(sized, shapes, costs, batches, ABLATION if ablate else systems_of(sized))
+        found[size] = _rows(sized, shapes, costs, batches, ablate=ablate)
     write_parquet(scaling_frame(found), out.with_stem(f"{out.stem}-scale"))
     click.echo(scaling_text(found))
 
@@ -62,13 +62,14 @@ def _sizes(text: str) -> list[int]:
         raise UserError(f"--scale is {text!r}; give numbers of devices with commas between them: 8,64,512") from None
 
 
-def _rows(config: Any, shapes: Path, costs: Path, batches: int, systems: tuple) -> list:
+def _rows(config: Any, shapes: Path, costs: Path, batches: int, *, ablate: bool) -> list:
     """A row for each system. Samples that no plan can hold are left out, and their number is printed."""
-    from dflop.comparison import compare_systems
+    from dflop.comparison import ABLATION, compare_systems, systems_of
 
     spec, cost_model, samples, left_out = load_compared(config, shapes, costs)
     if len(left_out):
         click.echo(f"{len(left_out)} samples are left out: no plan holds them", err=True)
+    systems = ABLATION if ablate else systems_of(config)
     with progress_bar(unit=" systems", total=len(systems) + 1) as bar:
 
         def progress(name: str) -> None:

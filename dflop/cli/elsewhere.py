@@ -105,7 +105,9 @@ def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tupl
     """Make the config, the shapes and the analytic costs of a run; return its folder."""
     import yaml
 
+    from dflop.comparison import check_pins
     from dflop.config import load_config, select_keys
+    from dflop.models import load_model_spec
 
     sources = {"data": {"sources": [_source(manifest)]}}
     layers: list[Any] = [_DEFAULTS, {"run": manifest.name.partition(".")[0]}, sources]
@@ -117,6 +119,7 @@ def _make_run(run: str | None, manifest: Path, model: Path | None, configs: tupl
         config = load_config(*layers, sources)
     if config.costs.source != "analytic":
         raise UserError("`costs.source` is not 'analytic': costs are measured by the workflow, on the device")
+    check_pins(config, load_model_spec(config.model))
     folder = Path("results") / config.run
     _take(folder)
     values = select_keys(config, [section.name for section in fields(config)])

@@ -17,6 +17,7 @@ __all__ = [
     "config_digest",
     "config_option",
     "folder_of",
+    "leave_out_impossible_today",
     "load_compared",
     "load_for",
     "meta_of",
@@ -104,7 +105,6 @@ def load_for(command: str, configs: tuple[str, ...]):
 def load_compared(config, shapes: Path, costs: Path):
     """The spec, the cost model and the samples that systems are compared on, and a row for each sample that is left out
     because no plan holds it."""
-    from dflop.comparison import require_todays_layout
     from dflop.costs import CostModel
     from dflop.models import load_model_spec
     from dflop.search import leave_out_what_no_plan_holds
@@ -113,8 +113,18 @@ def load_compared(config, shapes: Path, costs: Path):
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
     samples, _ = load_samples(shapes, spec.encoders)
     cost_model.require_made_for(spec, config)
-    require_todays_layout(config, spec, cost_model)
+    leave_out_impossible_today(config, spec, cost_model)
     return spec, cost_model, *leave_out_what_no_plan_holds(config, spec, cost_model, samples)
+
+
+def leave_out_impossible_today(config, spec, cost_model) -> None:
+    """Print a warning and take `plan.today` out of the config, where no plan for the devices agrees with it."""
+    from dflop.comparison import todays_layout_note
+    from dflop.config import without_today
+
+    if note := todays_layout_note(config, spec, cost_model.layouts):
+        click.echo(f"warning: {note}", err=True)
+        without_today(config)
 
 
 def meta_of(command: str, config) -> dict[str, str]:

@@ -6,7 +6,7 @@ import click
 
 from dflop.base import progress_bar
 from dflop.cli.elsewhere import emit_option, from_manifest, print_in_words_of
-from dflop.cli.options import FILE, config_option, load_for, run_argument
+from dflop.cli.options import FILE, config_option, leave_out_impossible_today, load_for, run_argument
 
 __all__ = ["plan_command", "schedule_command"]
 
@@ -40,7 +40,7 @@ def plan_command(
     cluster.num_nodes=8 --config train.global_batch_size=512` writes results/mine with its report.
     """
     from dflop.base import written_whole
-    from dflop.comparison import price_baselines, require_todays_layout
+    from dflop.comparison import price_baselines
     from dflop.config import excess_memory, require_known_memory
     from dflop.costs import CostModel
     from dflop.loading import read_loading_times
@@ -61,7 +61,7 @@ def plan_command(
     spec, cost_model = load_model_spec(config.model), CostModel.load(costs)
     cost_model.require_made_for(spec, config)
     all_samples, samples = _samples_to_plan(config, spec, cost_model, shapes)
-    require_todays_layout(config, spec, cost_model)
+    leave_out_impossible_today(config, spec, cost_model)
     found = _search(config, spec, cost_model, samples, compares=explain)
     baselines = price_baselines(config, spec, cost_model, samples)
     best = found.best

@@ -53,8 +53,9 @@ def recipe_command(recipe: Path, arguments: tuple[str, ...]) -> None:
 
 
 def _check(stage: "Stage", *, is_first: bool) -> None:
-    """Refuse a stage that cannot be run, before any stage is: its config, its model, the parts that it trains, its
-    manifests and their media's folders, and the weights that the first stage begins with."""
+    """Refuse a stage that cannot be run, before any stage is: its config, its model, the parts that it trains, what it
+    pins, its manifests and their media's folders, and the weights that the first stage begins with."""
+    from dflop.comparison import check_pins
     from dflop.config import load_config
     from dflop.models import check_adapter, check_parts, check_weights, load_model_spec, load_runtime
     from dflop.shapes import list_sources
@@ -63,6 +64,7 @@ def _check(stage: "Stage", *, is_first: bool) -> None:
         config = load_config(*([_CONFIG] if _CONFIG.is_file() else []), stage.config)
         spec = load_model_spec(config.model)
         check_parts(spec, config.train.part_names)
+        check_pins(config, spec)
         runtime = load_runtime(spec.family)
         runtime.check_trained(spec, runtime.make_config(spec, {}, 0), config.model.trained, config.train.part_names)
         if is_first:  # the others' are written by the stage before

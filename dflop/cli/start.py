@@ -32,7 +32,7 @@ def init_command(folder: Path, recipe: str | None) -> None:
     click.echo(
         "Next:\n"
         f"  cd {folder}\n"
-        "  snakemake --cores 2                      # the demo, about four minutes\n"
+        "  snakemake --cores 2                      # the demo, about eight minutes\n"
         "  snakemake --cores 2 --configfile config/examples/own_data_cpu.yaml           "
         "# your data; put your paths into it first\n"
         "  snakemake --profile slurm --configfile config/examples/slurm_one_node.yaml   "

@@ -6,7 +6,6 @@ same way, without the scheduler, so the two can be compared.
 
 from dflop.base import UserError
 from dflop.comparison.systems import baseline_systems
-from dflop.comparison.systems.today import require_todays_layout
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
@@ -17,12 +16,7 @@ __all__ = ["price_baselines"]
 
 
 def price_baselines(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> list[Baseline]:
-    """All baselines, each with the fastest plan of its kind. `plan.fixed` does not limit them.
-
-    Raises:
-        UserError: when no plan for the devices agrees with `plan.today`.
-    """
-    require_todays_layout(config, spec, costs)
+    """All baselines, each with the fastest plan of its kind. `plan.fixed` does not limit them."""
     found = []
     for system in baseline_systems(config):
         try:

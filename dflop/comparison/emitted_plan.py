@@ -1,10 +1,10 @@
 """A plan in another trainer's words (`search.emit`), with the price of the plan that the trainer makes of them.
 
 That plan is priced on the batches of the search, as the systems of the comparison are: with random batches, as trainers
-draw them, and with our sampler's. Where it does not fit into memory, the keys are named with which it would.
+draw them, and with our sampler's. Where it does not fit into memory, the keys are those of a variant that does.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
@@ -59,7 +59,10 @@ class EmittedPlans:
                 )
             used = min(able, key=self._step_s)
             step_s = self._step_s(used)
-        emitted = self._emit(framework, used)
+        ways = self._ways(framework, used)
+        words = self._words_of_printed(ways)
+        emitted, prices = ways[words], list(self._prices(framework, used, step_s, ways, words, able))
+        remarks = list(self._remarks(emitted.plan, words))
         if refusal:
             emitted.beyond.insert(
                 0,
@@ -68,14 +71,61 @@ class EmittedPlans:
             )
         if self._config.model.trained != EVERYTHING:
             emitted.beyond.insert(0, _of_trained(self._config.model.trained))
-        return emitted.to_text(about, used, list(self._prices(framework, used, step_s, able)))
+        return emitted.to_text(about, used, remarks, prices)
 
     def _step_s(self, plan: Plan, policy: Policy = LPT) -> float:
         return self.pricer(plan, policy).mean_step_s()
 
-    def _prices(self, framework: str, plan: Plan, step_s: float, others: Iterable[Plan]) -> Iterator[str]:
-        """Lines on what a step takes as the flags have it, and how it would be faster or fit."""
-        emitted, form = self._emit(framework, plan), FRAMEWORKS[framework].form
+    def _ways(self, framework: str, plan: Plan) -> dict[str, Emitted]:
+        """The plan's own flags under "", and under words what may need less memory: to recompute all layers that flags
+        can say, smaller microbatches, or both."""
+        size, num_microbatches = self._config.train.global_batch_size, plan.num_microbatches
+        ways = {"": self._emit(framework, plan)}
+        while num_microbatches * plan.grid("llm").dp <= size:
+            other = replace(plan, num_microbatches=num_microbatches)
+            smaller = [f"{num_microbatches} microbatches"] if num_microbatches > plan.num_microbatches else []
+            for way, words in ((other, smaller), (_recomputing_all(other), ["full recomputing", *smaller])):
+                if words and not FRAMEWORKS[framework].refusal(way):
+                    ways[" and ".join(words)] = self._emit(framework, way)
+            num_microbatches *= 2
+        return ways
+
+    def _words_of_printed(self, ways: Mapping[str, Emitted]) -> str:
+        """The way to print: the plan's own flags where they fit or nothing does, else the fastest way that fits with
+        dflop's sampler or, where none does, with random batches."""
+        policies = (WITH_SAMPLER.policy, RANDOM)
+        own = ways[""].plan
+        if self._without_costs(own) or not all(self._beyond_bytes(own, policy) for policy in policies):
+            return ""
+        for policy in policies:
+            steps = {words: self._fitting_s(way.plan, policy) for words, way in ways.items()}
+            fastest = min(steps, key=steps.__getitem__)
+            if steps[fastest] < np.inf:
+                return fastest
+        return ""
+
+    def _remarks(self, made: Plan, words: str) -> Iterator[str]:
+        """Lines on memory before the flags: why these are not the plan's, and what they need."""
+        if self._without_costs(made):
+            return
+        if words:
+            yield f"They are not the plan's own, which do not fit into memory; these do, with {words}."
+        if self._beyond_bytes(made):
+            fits = not self._beyond_bytes(made, WITH_SAMPLER.policy)
+            needed = "need dflop's sampler: with random batches they do" if fits else "do"
+            yield f"They {needed} not fit into memory."
+
+    def _prices(
+        self,
+        framework: str,
+        plan: Plan,
+        step_s: float,
+        ways: Mapping[str, Emitted],
+        words: str,
+        others: Iterable[Plan],
+    ) -> Iterator[str]:
+        """Lines on what a step takes with the flags of the way `words`, and how it would be faster or fit."""
+        emitted, form = ways[words], FRAMEWORKS[framework].form
         made, planned = emitted.plan, f"Predicted step: {step_s:.3g} s as planned"
         if unknown := self._without_costs(made):
             yield f"{planned}; as these {form} have it: not known, for want of costs of {unknown}"
@@ -85,14 +135,18 @@ class EmittedPlans:
         else:
             but = ", but with whole samples" if plan.grid("llm").cp > 1 else ""
             yield f"{planned}; as these {form} have it{but}: {self._both(made)}"
+        if words:
+            yield f"With the plan's own {form}{_changed(emitted, ways[''])}: {self._both(ways[''].plan)}"
+        random_s = self._fitting_s(made, RANDOM)
         if self._beyond_bytes(made):
-            words, way_out = self._way_out(framework, plan)
-            made = way_out.plan
-            yield f"With {words}{_changed(emitted, way_out)}: {self._both(made)}"
+            nearest = min((name for name in ways if name), key=lambda name: self._at_random(ways[name].plan))
+            if nearest != words:
+                yield f"With {nearest}{_changed(emitted, ways[nearest])}: {self._both(ways[nearest].plan)}"
+            random_s = self._fitting_s(ways[nearest].plan, RANDOM)
         usual = {other: self._emit(framework, other).plan for other in others}
-        steps = {other: self._random_s(own) for other, own in usual.items() if not self._without_costs(own)}
+        steps = {other: self._fitting_s(own, RANDOM) for other, own in usual.items() if not self._without_costs(own)}
         fastest = min(steps, key=steps.__getitem__, default=plan)
-        if steps.get(fastest, np.inf) < _WORTH_A_WORD * self._random_s(made):
+        if steps.get(fastest, np.inf) < _WORTH_A_WORD * random_s:
             yield f"With random batches another plan is faster, {fastest}: {steps[fastest]:.3g} s; `plan.fixed` pins it"
 
     def _emit(self, framework: str, plan: Plan) -> Emitted:
@@ -114,28 +168,18 @@ class EmittedPlans:
             return f"no fit ({needed_bytes / 2**30:.3g} GiB a device of {self._config.cluster.memory_gib:.4g})"
         return f"{self._step_s(plan, policy):.3g} s"
 
-    def _random_s(self, plan: Plan) -> float:
-        """The step with random batches; infinite where they do not fit."""
-        return np.inf if self._beyond_bytes(plan) else self._step_s(plan, RANDOM)
+    def _fitting_s(self, plan: Plan, policy: Policy) -> float:
+        """The step; infinite where it does not fit."""
+        return np.inf if self._beyond_bytes(plan, policy) else self._step_s(plan, policy)
+
+    def _at_random(self, plan: Plan) -> tuple[float, float]:
+        """Sorts plans by random batches: those that fit by their steps, and behind them the others by their bytes."""
+        return self._beyond_bytes(plan), self._fitting_s(plan, RANDOM)
 
     def _beyond_bytes(self, plan: Plan, policy: Policy = RANDOM) -> float:
         """Bytes that the fullest device needs where that is more than there are; else 0."""
         needed_bytes = self.pricer(plan, policy).needed_bytes()
         return needed_bytes if needed_bytes > self._limit_bytes else 0
-
-    def _way_out(self, framework: str, plan: Plan) -> tuple[str, Emitted]:
-        """The fastest way in which random batches fit, or else the nearest, in words and flags: to recompute all that
-        flags can say, smaller microbatches, or both."""
-        size, num_microbatches = self._config.train.global_batch_size, plan.num_microbatches
-        found: dict[str, Emitted] = {}
-        while num_microbatches * plan.grid("llm").dp <= size:
-            other = replace(plan, num_microbatches=num_microbatches)
-            smaller = [f"{num_microbatches} microbatches"] if num_microbatches > plan.num_microbatches else []
-            for way, words in ((other, smaller), (_recomputing_all(other), ["full recomputing", *smaller])):
-                if words and not FRAMEWORKS[framework].refusal(way):
-                    found[" and ".join(words)] = self._emit(framework, way)
-            num_microbatches *= 2
-        return min(found.items(), key=lambda way: (self._beyond_bytes(way[1].plan), self._random_s(way[1].plan)))
 
 
 def _recomputing_all(plan: Plan) -> Plan:

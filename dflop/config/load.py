@@ -14,7 +14,7 @@ from dflop.config.messages import UNKNOWN_KEY, message_of
 from dflop.config.schema import Config, FixedPlan
 from dflop.config.together import check_together
 
-__all__ = ["load_config", "merged", "restrict", "select_keys", "set_steps"]
+__all__ = ["load_config", "merged", "restrict", "select_keys", "set_steps", "without_today"]
 
 
 # The number of steps where neither `train.steps` nor `train.epochs` is given.
@@ -134,6 +134,11 @@ def set_steps(config: Config, steps: int) -> None:
     `dataclasses.replace` cannot copy a config from which `restrict` removed keys.
     """
     object.__setattr__(config, "train", dataclasses.replace(config.train, steps=steps, epochs=None))
+
+
+def without_today(config: Config) -> None:
+    """Set `plan.today` to None, in the config itself as `set_steps` does."""
+    object.__setattr__(config, "plan", dataclasses.replace(config.plan, today=None))
 
 
 def _without_others(section: Any, wanted: list[list[str]]) -> Any:

@@ -2,7 +2,7 @@
 
 from dflop.base import UserError
 from dflop.config.schema import Config, FixedPlan
-from dflop.plan import MONOLITHIC, PLACEMENTS
+from dflop.plan import PLACEMENTS
 
 __all__ = ["check_together"]
 
@@ -70,10 +70,15 @@ def _check_devices(config: Config) -> None:
             "LLM have devices of their own; set `cluster.devices_per_node` to at least 2 (on CPUs: processes), "
             "or use `plan.placements: [colocated]`"
         )
+    if fixed:
+        _check_number(config, fixed, placements)
     for name, pins in _pins(config).items():
-        # A placement that `plan.today` does not give is the one of common frameworks, with modules on shared ranks.
-        allowed = [pins.placement or MONOLITHIC.name] if name == "plan.today" else placements
-        _check_pins(config, name, pins, allowed)
+        if pins.num_microbatches and pins.num_microbatches > config.train.global_batch_size:
+            raise UserError(
+                f"`{name}.num_microbatches` is {pins.num_microbatches}, more than the "
+                f"{config.train.global_batch_size} samples of `train.global_batch_size`; every microbatch needs at "
+                "least one sample"
+            )
 
 
 def _pins(config: Config) -> dict[str, FixedPlan]:
@@ -95,22 +100,16 @@ def _check_cp(name: str, pins: FixedPlan) -> None:
             )
 
 
-def _check_pins(config: Config, name: str, pins: FixedPlan, placements: list[str]) -> None:
+def _check_number(config: Config, fixed: FixedPlan, placements: list[str]) -> None:
     cluster = config.cluster
-    least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in pins.modules.items()}
+    least_ranks = {"llm": 1} | {module: grid.least_ranks for module, grid in fixed.modules.items()}
     is_apart = not any(PLACEMENTS[name].shares_ranks for name in placements)
     # An encoder without a pinned grid needs a device, too.
     needed = max(2, sum(least_ranks.values()), least_ranks["llm"] + 1) if is_apart else least_ranks["llm"]
     if needed > cluster.num_devices:
         remark = " (each module its own)" if is_apart else ""
         raise UserError(
-            f"`{name}` needs {needed} devices{remark}, but `cluster` has {cluster.num_devices} "
+            f"`plan.fixed` needs {needed} devices{remark}, but `cluster` has {cluster.num_devices} "
             f"({cluster.num_nodes} x {cluster.devices_per_node}); "
             "ask for fewer ranks or raise `cluster.devices_per_node`"
-        )
-    microbatches = pins.num_microbatches
-    if microbatches and microbatches > config.train.global_batch_size:
-        raise UserError(
-            f"`{name}.num_microbatches` is {microbatches}, more than the {config.train.global_batch_size} samples "
-            "of `train.global_batch_size`; every microbatch needs at least one sample"
         )

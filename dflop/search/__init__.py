@@ -3,7 +3,7 @@
 from dflop.search.baseline import TODAY, Baseline, read_baselines
 from dflop.search.best_first import FINALISTS_PERCENT, SearchResult
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
-from dflop.search.cp_sizes import search_plans
+from dflop.search.cp_sizes import check_fixed, search_plans
 from dflop.search.epoch import Epoch, hour_of, price_note
 from dflop.search.explain import candidates_frame, describe_choice, explain_choice, faster_baselines_note, uneven_note
 from dflop.search.final_choice import with_finalists_scheduled
@@ -22,6 +22,7 @@ __all__ = [
     "PlanPricer",
     "SearchResult",
     "candidates_frame",
+    "check_fixed",
     "describe_choice",
     "enumerate_space",
     "explain_choice",

@@ -1,6 +1,6 @@
 """Over how many replicas long samples are computed: the search of plans, one size after the other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 from dflop.balance import LPT, Policy
@@ -8,14 +8,15 @@ from dflop.base import UserError
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel, StageKind
 from dflop.models import ModelSpec
+from dflop.plan.layout_key import LayoutKey
 from dflop.schedule import loads_of
 from dflop.search.best_first import SearchResult, search_with
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.host_memory import search_offloading
-from dflop.search.space import allowed_cp_sizes
+from dflop.search.space import allowed_cp_sizes, enumerate_space
 from dflop.shapes import SampleShapes
 
-__all__ = ["search_plans"]
+__all__ = ["check_fixed", "search_plans"]
 
 # A sample is long that takes this part of what a device computes of a batch, or of a device's memory where no layer is
 # recomputed. Among shorter ones (of up to 0.3), sharing brought nothing: each device has several of them.
@@ -69,16 +70,33 @@ def search_plans(
         if own is not None:
             found = own if found is None else found.merged(own)
     if found is None:
-        raise trouble or UserError(
-            f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
-            "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
-            "leave it out, or use a smaller one"
-        )
+        raise trouble or _no_groups(config, sizes)
     is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
     if config.cluster.host_memory_gib and not is_pinned and within is None and policy is LPT:
         cp = found.best.plan.grid("llm").cp
         found = search_offloading(config, spec, costs, search.divided(cp), found, partial(search.of, cp, None, found))
     return found
+
+
+def check_fixed(config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]]) -> None:
+    """Check that some plan agrees with `plan.fixed`, as far as that can be said without costs: whether one fits is not
+    checked. `layouts` are those of a layer that there are costs for, by module.
+
+    Raises:
+        UserError: when the space is empty, naming the pins to blame.
+    """
+    enumerate_space(config, spec, layouts, {})
+    sizes = allowed_cp_sizes(config)
+    if all(enumerate_space(config, spec, layouts, {}, cp=size).is_empty() for size in sizes):
+        raise _no_groups(config, sizes)
+
+
+def _no_groups(config: Config, sizes: Sequence[int]) -> UserError:
+    return UserError(
+        f"no plan for {config.cluster.num_devices} devices has groups of {' or '.join(map(str, sizes))} LLM "
+        "replicas that share samples (`plan.fixed.llm.cp`, `plan.cp_sizes`): the number must divide the LLM's dp; "
+        "leave it out, or use a smaller one"
+    )
 
 
 class _BySize:

@@ -46,9 +46,12 @@ class Emitted:
     flags: dict[str, Any] = field(default_factory=dict)
     beyond: list[str] = field(default_factory=list)
 
-    def to_text(self, framework: "Framework", plan: Plan, prices: Sequence[str] = ()) -> str:
-        """The flags, one a line and ready to be pasted, or a YAML file, with `prices` and the sentences as comments."""
-        lines = [f"# {plan}", f"# as {framework.form} of {framework.release}:"]
+    def to_text(
+        self, framework: "Framework", plan: Plan, remarks: Sequence[str] = (), prices: Sequence[str] = ()
+    ) -> str:
+        """The flags, one a line and ready to be pasted, or a YAML file, with `remarks` as comments before them, and
+        `prices` and the sentences behind them."""
+        lines = [f"# {plan}", f"# as {framework.form} of {framework.release}:", *(f"# {line}" for line in remarks)]
         lines.append(self._as_yaml() if framework.is_config else self._as_flags())
         if prices:
             lines += ["", *(f"# {line}" for line in prices)]

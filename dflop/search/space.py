@@ -18,7 +18,7 @@ from dflop.config import Config, FixedPlan, PlanConfig
 from dflop.models import ModelSpec, check_modules
 from dflop.plan import PLACEMENTS, PLAIN_SCHEDULE, SCHEDULES, SHARDINGS, Grid, Plan, split_layers
 from dflop.plan.layout_key import LayoutKey, ModuleLayout
-from dflop.search.pins import without_each
+from dflop.search.pins import impossible_pin, without_each
 
 __all__ = [
     "Splits",
@@ -334,6 +334,8 @@ def _why_nothing(
     config: Config, within: PlanConfig, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]], pins_are: str
 ) -> str:
     cluster, fixed = config.cluster, within.fixed
+    if fixed and (why := impossible_pin(config, spec, layouts, fixed, _placements(within, spec), pins_are)):
+        return why
     what = f"no plan uses all {cluster.num_devices} devices of `cluster`"
     if fixed:
         what += f" with `{pins_are}` ({', '.join(without_each(fixed))})"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflop.base import ToBeContinued, UserError
 from dflop.base.commands import COMMANDS
-from dflop.base.torchrun import is_first_node, run_ranks
+from dflop.base.torchrun import check_nodes, is_first_node, run_ranks
 from dflop.config import Config, select_keys
 from dflop.models import ModelSpec, check_runnable, check_tp, load_model_spec
 from dflop.plan import Plan, check_layers, load_plan
@@ -24,7 +24,8 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
 
     Raises:
         UserError: when the model's family or the plan cannot be trained, the plan is for other devices than the
-            config's, a rank failed, or the run was asked to stop before its last step.
+            config's, there are several nodes of GPUs and this runs outside `srun`, a rank failed, or the run was asked
+            to stop before its last step.
         ToBeContinued: when this command was asked to stop by a SIGUSR1, as ahead of a time limit, after steps were
             trained.
     """
@@ -32,6 +33,7 @@ def launch_ranks(config: Config, *, plan: Path, arguments: dict[str, object]) ->
     loaded = load_plan(plan)
     check_plan(plan, loaded, load_model_spec(config.model))
     check_devices(config, loaded)
+    check_nodes(config.cluster, config.cluster.num_nodes)
     per_node = config.cluster.devices_per_node
     if loaded.world_size < per_node:
         per_node = loaded.world_size

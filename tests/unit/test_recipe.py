@@ -127,6 +127,7 @@ def test_data_of_a_later_stage_that_are_not_there_are_said_before_anything_runs(
             "stage `two`: `model.lora.targets[0]` is '*.query', which matches",
         ),
         ({"train": {"modules": {"eyes": {"lr": 1}}}}, "stage `two`: `train.modules.eyes` is 'eyes'; it must be one of"),
+        ({"plan": {"fixed": {"llm": {"tp": 2}}}}, "stage `two`: `plan.fixed.llm.tp` is 2: there are costs at tp 1"),
         (
             {"data": {"sources": [{"path": "data.json", "media_root": "none"}]}},
             "the media root none (source `data`) is",

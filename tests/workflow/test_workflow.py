@@ -248,8 +248,9 @@ def test_links_are_measured_between_devices_that_are_at_hand(finished):
             {"plan": {"fixed": {"placement": "disjoint", "vision": {"dp": 4}, "llm": {"dp": 4}}}},
             ["plan.fixed", "8 devices", "2"],
         ),
+        ({"plan": {"fixed": {"llm": {"tp": 2}}}}, ["plan.fixed.llm.tp", "add 2 to `costs.tp_sizes`"]),
     ],
-    ids=["unknown key", "batch beyond the data", "missing manifest", "too few devices"],
+    ids=["unknown key", "batch beyond the data", "missing manifest", "too few devices", "a tp that is not measured"],
 )
 def test_a_bad_config_is_one_clear_line_and_exit_code_2(finished, config, said):
     checkout, _ = finished
@@ -261,6 +262,16 @@ def test_a_bad_config_is_one_clear_line_and_exit_code_2(finished, config, said):
     assert len(lines) == 1, done.stderr
     assert all(part in lines[0] for part in said), lines[0]
     assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_todays_layout_of_other_devices_warns_before_any_job_and_stops_none(finished):
+    checkout, _ = finished
+    data = {"sources": [{"path": "data/train.json"}]}
+    path = checkout.write_config("today.yaml", run="today", data=data, plan={"today": {"llm": {"dp": 8}}})
+    done = checkout.snakemake("--cores", "2", "-n", "--configfile", path)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("dflop: "))
+    assert line.startswith("dflop: warning: `plan.today.llm` is dp 8 = 8 devices, and `cluster` has 2 (1 x 2), ")
 
 
 def test_the_demos_shortcuts_are_the_demos_alone(finished):

@@ -66,13 +66,19 @@ try:
     if CONFIG.model.tokenizer and not Path(CONFIG.model.tokenizer, "tokenizer.json").is_file():
         raise UserError(f"`model.tokenizer` is {CONFIG.model.tokenizer}, which holds no tokenizer.json")
     SPEC = load_model_spec(CONFIG.model)
-    check_modules(SPEC, CONFIG.plan.fixed.modules if CONFIG.plan.fixed else (), "plan.fixed")
+    for pins, key in ((CONFIG.plan.fixed, "plan.fixed"), (CONFIG.plan.today, "plan.today")):
+        check_modules(SPEC, pins.modules if pins else (), key)
     check_parts(SPEC, CONFIG.train.part_names)
     if IS_MAIN:
         check_adapter(SPEC, CONFIG.model)
     MODULES = [module.name for module in SPEC.modules]
     # Not every tp size can divide every module of a model.
     TP_SIZES = able_tp_sizes(SPEC, CONFIG.costs.tp_sizes)
+    if IS_MAIN and (CONFIG.plan.fixed or CONFIG.plan.today):
+        from dflop.comparison import check_pins  # takes a second, of which most configs need none
+
+        if note := check_pins(CONFIG, SPEC):
+            print(f"dflop: warning: {note}", file=sys.stderr, flush=True)
 except UserError as error:
     stop_with(error)
 

@@ -60,14 +60,16 @@ def check(asked: PlanToCheck) -> str:
     checked = check_rank(asked.config, asked.plan, asked.costs, asked.load, asked.rank)
     held = " + ".join(f"{node.module} stage {node.pp_stage} replica {node.dp_rank}" for node in checked.nodes)
     lines = [f"rank {checked.rank}: {held}", "", f"{'GiB':12}{'predicted':>12}{'tracked':>12}{'ratio':>9}"]
+    # Of other layers than those tracked, activations and so the sum are not alike.
+    unlike = () if asked.config.layers_of_costs == "eager" else ("activations", "together")
     predicted, tracked = (sizes | {"together": sum(sizes.values())} for sizes in (checked.predicted, checked.tracked))
     for row, size in predicted.items():
-        ratio = f"{size / tracked[row]:9.3f}" if tracked[row] else ""
+        ratio = f"{size / tracked[row]:9.3f}" if tracked[row] and row not in unlike else ""
         lines.append(f"{row:12}{size / 2**30:12.4g}{tracked[row] / 2**30:12.4g}{ratio}")
-    if asked.config.layers_of_costs != "eager":
+    if unlike:
         lines.append(
-            f"the costs are of {asked.config.layers_of_costs} layers, and tracked were eager ones, which keep more; to "
-            "hold like against like, give costs made with `train.compile: off`"
+            f"no ratio of activations: the costs are of {asked.config.layers_of_costs} layers, and tracked were eager "
+            "ones, which keep more; to hold like against like, give costs made with `train.compile: off`"
         )
     return "\n".join(lines)
 

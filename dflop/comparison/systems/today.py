@@ -4,6 +4,7 @@ A placement, schedule or sharding that it leaves open is that of most frameworks
 1F1B, sharded optimiser states. Of the remaining plans, the fastest counts.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import polars as pl
@@ -14,27 +15,37 @@ from dflop.comparison.systems import megatron
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.plan import MONOLITHIC, Plan
+from dflop.plan import Plan
+from dflop.plan.layout_key import LayoutKey
 from dflop.search import TODAY, Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of, search_plans
 from dflop.shapes import SampleShapes
 
-__all__ = ["SYSTEM", "require_todays_layout"]
+__all__ = ["SYSTEM", "todays_layout_note"]
 
 # Where none of the plans that `plan.today` leaves open fits: for how many of them the needed memory is computed.
 _MOST_NEEDS = 64
 
 
-def require_todays_layout(config: Config, spec: ModelSpec, costs: CostModel) -> None:
-    """Raise `UserError` when no plan for the devices agrees with `plan.today`; whether one fits is not checked."""
-    if config.plan.today:
-        _rows(config, spec, costs)
+def todays_layout_note(config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]]) -> str | None:
+    """Why no plan for the devices agrees with `plan.today`; None where one does, whether or not it fits.
+
+    `layouts` are those of a layer that there are costs for, by module.
+    """
+    if not config.plan.today:
+        return None
+    try:
+        _rows(config, spec, layouts)
+    except UserError as error:
+        return f"{error}. Today's layout is left out of the comparison"
+    return None
 
 
-def _rows(config: Config, spec: ModelSpec, costs: CostModel) -> tuple[PlanConfig, pl.DataFrame]:
+def _rows(
+    config: Config, spec: ModelSpec, layouts: Mapping[str, Sequence[LayoutKey]]
+) -> tuple[PlanConfig, pl.DataFrame]:
     """The limits that `plan.today` sets, and the rows of the space within them."""
-    today = config.plan.today
-    within = replace(megatron.WITHIN, fixed=replace(today, placement=today.placement or MONOLITHIC.name))
-    return within, enumerate_space(config, spec, costs.layouts, {}, within, "plan.today")
+    within = replace(megatron.WITHIN, fixed=config.plan.today)
+    return within, enumerate_space(config, spec, layouts, {}, within, "plan.today")
 
 
 def _plans(
@@ -46,7 +57,7 @@ def _plans(
         UserError: when none of them fits into memory, with the bytes that the smallest needs, or none is for the
             devices.
     """
-    within, rows = _rows(config, spec, costs)
+    within, rows = _rows(config, spec, costs.layouts)
     how = {"policy": megatron.POLICY, "within": within, "splits_evenly": True, "compares": compares}
     try:
         return offered(search_plans(config, spec, costs, samples, **how))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop.balance import LPT, RANDOM
+from dflop.balance import LPT, RANDOM, Policy
 from dflop.base import UserError
 from dflop.comparison import EmittedPlans, price_baselines
 from dflop.comparison.compare import scheduled_by
@@ -38,6 +38,7 @@ PIPELINE = Plan(
     grids=(Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=4, pp=2)),
     num_microbatches=4,
 )
+SAMPLER = fsdp_balanced.SYSTEM.policy
 STEP = r"([\d.e-]+) s"
 
 
@@ -116,45 +117,73 @@ def test_the_usual_way_to_train_costs_in_flags_what_its_baseline_does(plans_of, 
     assert said.endswith(f"all of which these keys say; {usual.step_s:.3g} s with random batches")
 
 
-def gib_of(plans: EmittedPlans, plan: Plan) -> float:
-    return plans.pricer(plan, RANDOM).needed_bytes() / 2**30
+def gib_of(plans: EmittedPlans, plan: Plan, policy: Policy = RANDOM) -> float:
+    return plans.pricer(plan, policy).needed_bytes() / 2**30
 
 
-def test_flags_that_do_not_fit_are_said_to_with_their_bytes_and_those_that_would(plans_of, tiny_spec):
-    some = tuple(replace(grid, recomputed=(4,) if grid.module == "vision" else (0, 0)) for grid in PIPELINE.grids)
-    plan = replace(PIPELINE, grids=some, checkpointing=True)  # Megatron-LM has no flag for the encoder's layers
-    made, full = (emit("megatron", own, tiny_spec, 16).plan for own in (plan, replace(PIPELINE, checkpointing=True)))
-    roomy = plans_of(make_config())
-    between = (gib_of(roomy, made) + gib_of(roomy, full)) / 2
-    assert gib_of(roomy, full) < between < gib_of(roomy, made)
-    plans = plans_of(make_config(memory_gib=between))
-    said, way = prices_in(text_of(plans, "megatron", plan))
-    assert f"have it: no fit ({gib_of(roomy, made):.3g} GiB a device of {between:.4g}) with random batches, " in said
-    # What is named is the fastest of all that fit.
-    all_of_it = replace(PIPELINE, checkpointing=True)
-    ways = {
-        "full recomputing": all_of_it,
-        "8 microbatches": replace(plan, num_microbatches=8),
-        "full recomputing and 8 microbatches": replace(all_of_it, num_microbatches=8),
-    }
-    made_of = {words: emit("megatron", own, tiny_spec, 16).plan for words, own in ways.items()}
-    steps = {
-        words: roomy.pricer(own, RANDOM).mean_step_s()
-        for words, own in made_of.items()
-        if gib_of(roomy, own) <= between
-    }
+SOME = replace(
+    PIPELINE,
+    grids=tuple(replace(grid, recomputed=(4,) if grid.module == "vision" else (0, 0)) for grid in PIPELINE.grids),
+    checkpointing=True,
+)
+# What may need less memory than SOME, for which Megatron-LM has no flags: it has none for the encoder's layers.
+WAYS = {
+    "full recomputing": replace(PIPELINE, checkpointing=True),
+    "8 microbatches": replace(SOME, num_microbatches=8),
+    "full recomputing and 8 microbatches": replace(PIPELINE, checkpointing=True, num_microbatches=8),
+}
+
+
+def fastest_way(plans: EmittedPlans, spec, policy: Policy, limit_gib: float) -> tuple[str, str]:
+    """The fastest of WAYS that fits, as Megatron-LM's flags have it, with its step."""
+    made_of = {words: emit("megatron", own, spec, 16).plan for words, own in WAYS.items()}
+    fitting = {words: made for words, made in made_of.items() if gib_of(plans, made, policy) <= limit_gib}
+    steps = {words: plans.pricer(made, policy).mean_step_s() for words, made in fitting.items()}
     best = min(steps, key=steps.__getitem__)
+    return best, f"{steps[best]:.3g}"
+
+
+def test_flags_that_fit_with_our_sampler_alone_say_so_above_and_name_those_for_random_batches(plans_of, tiny_spec):
+    made = emit("megatron", SOME, tiny_spec, 16).plan
+    roomy = plans_of(make_config())
+    between = (gib_of(roomy, made) + gib_of(roomy, made, SAMPLER)) / 2
+    assert gib_of(roomy, made, SAMPLER) < between < gib_of(roomy, made)
+    plans = plans_of(make_config(memory_gib=between))
+    text = text_of(plans, "megatron", SOME)
+    assert "# They need dflop's sampler: with random batches they do not fit into memory.\n--tensor-" in text
+    said, way = prices_in(text)
+    assert f"have it: no fit ({gib_of(roomy, made):.3g} GiB a device of {between:.4g}) with random batches, " in said
     found = re.fullmatch(rf"With ([^(]*) \((.*)\): {STEP} with random batches, {STEP} with dflop's sampler", way)
-    assert (found[1], found[3]) == (best, f"{steps[best]:.3g}")
+    best, step = fastest_way(roomy, tiny_spec, RANDOM, between)
+    assert (found[1], found[3]) == (best, step)
     assert ("--recompute-method uniform" in found[2]) == ("recomputing" in best)
     assert ("--micro-batch-size 1" in found[2]) == ("microbatches" in best)
     # Another plan is named only where it is faster than what is named here.
-    assert len(prices_in(text_of(plans, "megatron", plan, list(ways.values())))) == 2
+    assert len(prices_in(text_of(plans, "megatron", SOME, list(WAYS.values())))) == 2
 
 
-def test_where_nothing_fits_the_nearest_is_told(plans_of):
+def test_in_place_of_flags_that_do_not_fit_the_fastest_that_do_are_printed(plans_of, tiny_spec):
+    made, full = (emit("megatron", own, tiny_spec, 16).plan for own in (SOME, WAYS["full recomputing"]))
+    roomy = plans_of(make_config())
+    between = (gib_of(roomy, made, SAMPLER) + gib_of(roomy, full, SAMPLER)) / 2
+    assert gib_of(roomy, full, SAMPLER) < between < gib_of(roomy, made, SAMPLER)
+    text = text_of(plans_of(make_config(memory_gib=between)), "megatron", SOME)
+    best, step = fastest_way(roomy, tiny_spec, SAMPLER, between)
+    assert f"# They are not the plan's own, which do not fit into memory; these do, with {best}.\n" in text
+    flags = text.split("\n\n")[0]
+    assert ("--recompute-method uniform" in flags) == ("recomputing" in best)
+    assert ("--micro-batch-size 1" in flags) == ("microbatches" in best)
+    said, own, *_ = prices_in(text)
+    assert said.endswith(f", {step} s with dflop's sampler")
+    needed = f"no fit ({gib_of(roomy, made, SAMPLER):.3g} GiB a device of {between:.4g})"
+    assert re.fullmatch(rf"With the plan's own flags \(.*\): no fit .*, {re.escape(needed)} with dflop's sampler", own)
+
+
+def test_where_nothing_fits_flags_say_so_and_the_nearest_is_told(plans_of):
     needed_gib = gib_of(plans_of(make_config()), PIPELINE)
-    said, way = prices_in(text_of(plans_of(make_config(memory_gib=needed_gib / 100)), "megatron", PIPELINE))
+    text = text_of(plans_of(make_config(memory_gib=needed_gib / 100)), "megatron", PIPELINE)
+    assert "# They do not fit into memory.\n--tensor-" in text
+    said, way = prices_in(text)
     assert "no fit" in said
     assert re.fullmatch(r"With .*: no fit \(.* GiB a device of .*\) with random batches, no fit .*", way)
 

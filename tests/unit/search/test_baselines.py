@@ -5,8 +5,7 @@ import pytest
 from spaces import bent_costs, make_config, price_all, uneven_samples
 
 from dflop.balance import BY_LENGTH, LPT, RANDOM
-from dflop.base import UserError
-from dflop.comparison import price_baselines
+from dflop.comparison import check_pins, price_baselines, todays_layout_note
 from dflop.config import PlanConfig
 from dflop.costs import Loads, StageKind
 from dflop.plan.layout_key import LayoutKey
@@ -183,14 +182,19 @@ def test_todays_layout_that_does_not_fit_is_said_to_with_its_bytes(price_today):
 @pytest.mark.parametrize(
     ("today", "message"),
     [
-        ({"sound": {"tp": 1}}, "`plan.today.sound` is of no module of"),
-        ({"llm": {"dp": 2, "pp": 1}}, r"no plan uses all 4 devices of `cluster` with `plan.today` \(.*llm dp=2"),
-        ({"llm": {"tp": 4}}, "loosen `plan.today`: without llm tp=4 there are"),
+        ({"llm": {"tp": 1, "pp": 1, "dp": 2}}, "tp 1 x pp 1 x dp 2 = 2 devices, and `cluster` has 4"),
+        ({"llm": {"tp": 1, "pp": 1, "dp": 8}}, "tp 1 x pp 1 x dp 8 = 8 devices, and `cluster` has 4"),
+        ({"llm": {"pp": 1, "dp": 2}}, "with `plan.today` (llm pp=1, llm dp=2): "),
+        ({"llm": {"tp": 4}}, "`plan.today.llm.tp` is 4: "),
     ],
 )
-def test_todays_layout_that_cannot_be_is_refused(price_today, today, message):
-    with pytest.raises(UserError, match=message):
-        price_today(today)
+def test_todays_layout_for_other_devices_is_noted_early_and_left_out(tiny_spec, costs, today, message):
+    config = make_config(4, 8, today=today)
+    note = todays_layout_note(config, tiny_spec, costs.layouts)
+    assert message in note
+    assert note.endswith(". Today's layout is left out of the comparison")
+    assert check_pins(config, tiny_spec) == note  # without costs
+    assert todays_layout_note(make_config(4, 8, today={"llm": {"dp": 4}}), tiny_spec, costs.layouts) is None
 
 
 def test_pins_do_not_bind_baselines_and_few_samples_do_not_fail_them(price, costs, samples):

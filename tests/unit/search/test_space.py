@@ -9,7 +9,7 @@ from spaces import ALL_PLACEMENTS, ALL_SCHEDULES, make_config
 from dflop.base import UserError
 from dflop.config import PlanConfig
 from dflop.plan.layout_key import LayoutKey
-from dflop.search import enumerate_space, plan_of
+from dflop.search import check_fixed, enumerate_space, plan_of
 
 LAYOUTS = {module: [LayoutKey(1), LayoutKey(2)] for module in ("vision", "llm")}
 SPLITS = {(LayoutKey(1), 2): (3, 1), (LayoutKey(2), 2): (1, 3)}
@@ -170,7 +170,7 @@ def test_other_limits_replace_those_of_the_config(tiny_spec):
             {"fixed": {"vision": {"tp": 1, "pp": 1, "dp": 1}, "llm": {"pp": 2}, "placement": "disjoint"}},
             "vision dp=1, llm pp=2",
         ),
-        ({"fixed": {"llm": {"tp": 4}}}, "tp vision 1/2, llm 1/2"),
+        ({"fixed": {"vision": {"pp": 3}}}, "tp vision 1/2, llm 1/2"),
         ({"fixed": {"llm": {"pp": 1}, "schedule": "interleaved_1f1b"}}, "schedule=interleaved_1f1b"),
         ({"batch_size": 2, "fixed": {"llm": {"dp": 4}}}, "2 samples a batch"),
     ],
@@ -185,6 +185,42 @@ def test_pins_that_leave_no_plan_are_told_back(tiny_spec, config, complaint):
     assert "\n" not in message
 
 
+APART, TOGETHER = {"placement": "disjoint"}, {"placement": "monolithic"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "complaint"),
+    [
+        ({"llm": {"tp": 4}}, r"`plan.fixed.llm.tp` is 4: tp=4 does not divide .* use one of 1, 2$"),
+        ({"vision": {"tp": 4}}, r"`plan.fixed.vision.tp` is 4: .* costs at tp 1, 2 .* add 4 to `costs.tp_sizes`"),
+        ({"vision": {"tp": 8}}, r"`plan.fixed.vision.tp` is 8: tp=8 does not divide "),
+        (TOGETHER | {"llm": {"tp": 1, "pp": 1, "dp": 2}}, r"llm` is tp 1 x pp 1 x dp 2 = 2 devices.* make it 4$"),
+        (TOGETHER | {"llm": {"pp": 3}}, r"llm` is pp 3 = 3 devices.* make it a divisor of 4$"),
+        (
+            APART | {module: {"tp": 1, "pp": 1, "dp": 1} for module in ("vision", "llm")},
+            r"`plan.fixed` is vision 1 \+ llm 1 = 2 devices, and `cluster` has 4 \(1 x 4\); make it 4$",
+        ),
+    ],
+)
+def test_a_size_that_no_plan_has_is_named_with_those_that_plans_have(tiny_spec, pins, complaint):
+    with pytest.raises(UserError, match=complaint):
+        plans_of(make_config(fixed=pins), tiny_spec)
+
+
+def test_a_pipeline_has_no_more_stages_than_layers_and_a_group_of_tp_does_not_span_nodes(tiny_spec):
+    with pytest.raises(UserError, match=r"`plan.fixed.llm.pp` is 5: .* use at most 4$"):
+        plans_of(make_config(8, fixed={"llm": {"pp": 5}}), tiny_spec)
+    with pytest.raises(UserError, match=r"`plan.fixed.llm.tp` is 2: .* of 1 devices .*; use 1$"):
+        plans_of(make_config(4, num_nodes=4, fixed={"llm": {"tp": 2}}), tiny_spec)
+
+
+def test_groups_of_replicas_that_no_plan_has_are_refused_without_costs(tiny_spec):
+    config = make_config(4, fixed={"llm": {"dp": 2, "cp": 4}})
+    with pytest.raises(UserError, match=r"groups of 4 LLM replicas .*`plan.fixed.llm.cp`.* use a smaller one"):
+        check_fixed(config, tiny_spec, LAYOUTS)
+    check_fixed(make_config(4, fixed={"llm": {"dp": 2, "cp": 2}}), tiny_spec, LAYOUTS)
+
+
 def test_the_pins_to_blame_are_named_with_the_plans_that_there_are_without_them(tiny_spec):
     """Seven microbatches of eight samples on two replicas are too many; with either number alone there is a way."""
     pins = {"placement": "disjoint", "llm": {"dp": 2}, "num_microbatches": 7}
@@ -196,7 +232,7 @@ def test_the_pins_to_blame_are_named_with_the_plans_that_there_are_without_them(
 
 
 def test_pins_of_which_each_alone_leaves_nothing_are_blamed_together(tiny_spec):
-    pins = {"vision": {"tp": 4}, "llm": {"tp": 4}}  # no costs are known for either
+    pins = {"vision": {"pp": 3}, "llm": {"pp": 1}, "schedule": "interleaved_1f1b"}
     with pytest.raises(UserError, match=r"more than one pin is to blame$"):
         plans_of(make_config(8, fixed=pins), tiny_spec)
 

@@ -82,17 +82,18 @@ def test_nothing_is_started_for_a_family_that_cannot_be_trained_yet(tmp_path, ma
         launch_ranks(config, plan=tmp_path / "none.yaml", arguments={})
 
 
-def test_several_nodes_of_gpus_need_the_jobs_node_list(tmp_path, monkeypatch):
+def test_outside_srun_several_nodes_of_gpus_say_how_to_start_before_any_rank(tmp_path, monkeypatch, capsys):
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"plan": disjoint(vision_dp=2, llm_dp=2, num_microbatches=2).to_dict()}))
-    with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2: run this inside `srun`"):
+    with pytest.raises(UserError, match=r"`cluster\.num_nodes` is 2.*`srun --nodes=2 .*--profile slurm"):
         launch_ranks(
             load_config({"cluster": {"device": "cuda", "num_nodes": 2, "devices_per_node": 2}}),
             plan=path,
             arguments={"out": str(tmp_path)},
         )
+    assert capsys.readouterr().out == ""
 
 
 def test_ranks_on_cpus_share_the_cores_and_each_has_at_least_one():
