@@ -5,8 +5,9 @@ regroups each batch for its plan, which shortens the steps of some plans more th
 prices are close to the fastest, the scheduled step times decide. Of plans that train the LLM alike, and differ only in
 how they encode, only the one with the least price is scheduled: the schedules of the others hardly differ from its.
 
-The price of a plan whose replicas share samples lets shares lie anywhere, and so may count too little memory. Such a
-plan is only chosen once its batches are scheduled: with more recomputed layers if need be.
+A plan is only chosen once the batches of an epoch's first steps fit, with more recomputed layers if need be. They may
+need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
+so may count too little of it.
 """
 
 from collections.abc import Hashable
@@ -33,11 +34,11 @@ __all__ = ["with_finalists_scheduled"]
 
 # One batch may favour a plan that is slower on the mean of others, by more than finalists differ.
 _NUM_BATCHES = 2
-# Where replicas share samples, so many of the fullest batches of an epoch's first steps have to fit.
+# The batches of an epoch's first steps have to fit; where replicas share samples, so many of the fullest of them.
 _NUM_FULLEST, _MOST_STEPS = 2, 200
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
-# Where shared samples do not fit, a device recomputes a fourth of its layers more, of the LLM a 16th.
+# Where batches do not fit, a device recomputes a fourth of its layers more, of the LLM a 16th.
 _PARTS = 4, 16
 
 
@@ -57,9 +58,12 @@ def with_finalists_scheduled(
         if candidate.step_s <= most_s:
             by_llm.setdefault(_of_llm(candidate.plan), candidate)
     finalists = list(by_llm.values())
-    if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1:
+    if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1 and _fits(found.best.plan, *about):
         return found
-    scheduled = [_with_room(candidate, *about) for candidate in finalists]
+    scheduled: list[tuple[Candidate, float]] = []
+    for candidate in finalists:
+        least_s = min((step_s for _, step_s in scheduled), default=np.inf)
+        scheduled.append(_with_room(candidate, least_s, *about))
     if not any(np.isfinite(step_s) for _, step_s in scheduled):
         most = max(candidate.plan.grid("llm").cp for candidate in finalists)
         sizes = [] if is_cp_pinned(config) else [size for size in config.plan.cp_sizes if size < most]
@@ -74,15 +78,15 @@ def with_finalists_scheduled(
 
 
 def _with_room(
-    candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+    candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> tuple[Candidate, float]:
-    """The candidate and its scheduled step. If replicas share samples, and its batches do not fit into memory, it gets
-    more recomputed layers until they do; the step is infinite where that does not help."""
+    """The candidate and its scheduled step. If its batches do not fit into memory, it gets more recomputed layers until
+    they do, or it is slower than `least_s`; the step is infinite where that does not help."""
     about = config, spec, costs
-    step_s, plan = _scheduled_s(candidate, *about, samples), candidate.plan
+    step_s, plan = _scheduled_s(candidate, least_s, *about, samples), candidate.plan
     cp = plan.grid("llm").cp
     pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    if cp == 1 or np.isfinite(step_s) or pinned:
+    if np.isfinite(step_s) or pinned:
         return candidate, step_s
     pricer = PlanPricer(plan, *about, GroupedBatches(*about, samples, cp), LPT)
     while not np.isfinite(step_s):
@@ -90,7 +94,7 @@ def _with_room(
         if pricer.plan == before.plan:
             break
         candidate = pricer.candidate()
-        step_s = _scheduled_s(candidate, *about, samples)
+        step_s = _scheduled_s(candidate, least_s, *about, samples)
     return candidate, step_s
 
 
@@ -115,17 +119,44 @@ def _of_llm(plan: Plan) -> Hashable:
 
 
 def _scheduled_s(
-    candidate: Candidate, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+    candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> float:
-    """The mean step time of scheduled batches; infinite where a batch does not fit into memory. If replicas share
-    samples, the fullest of an epoch's batches are scheduled, too."""
-    pricer = pricer_of(candidate.plan, config, spec, costs)
-    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
-    with BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).open() as scheduler:
+    """The mean step time of scheduled batches; infinite where they do not fit into memory, or where it is below
+    `least_s` and other batches do not."""
+    with _scheduler(candidate.plan, config, spec, costs, samples).open() as scheduler:
         try:
-            if candidate.plan.grid("llm").cp > 1:
-                for step in scheduler.fullest(min(_MOST_STEPS, batches.steps_in(1.0)), _NUM_FULLEST):
-                    scheduler.schedule(step)
-            return float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
+            step_s = float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
+            if step_s < least_s:
+                _require_fit(scheduler)
         except UserError:
             return np.inf
+    return step_s
+
+
+def _fits(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:
+    with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
+        try:
+            _require_fit(scheduler)
+        except UserError:
+            return False
+    return True
+
+
+def _require_fit(scheduler: BatchScheduler) -> None:
+    """Check that the batches of an epoch's first steps fit into memory, the fullest where replicas share samples.
+
+    Raises:
+        UserError: where one does not.
+    """
+    num_steps = min(_MOST_STEPS, scheduler.batches.steps_in(1.0))
+    if scheduler.pricer.plan.grid("llm").cp == 1:
+        scheduler.require_fit(range(num_steps))
+    else:
+        for step in scheduler.fullest(num_steps, _NUM_FULLEST):
+            scheduler.schedule(step)
+
+
+def _scheduler(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BatchScheduler:
+    pricer = pricer_of(plan, config, spec, costs)
+    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
+    return BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)

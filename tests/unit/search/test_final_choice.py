@@ -1,5 +1,6 @@
 """Between plans that are priced alike the steps of scheduled batches decide."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from spaces import ALL_SHARDINGS, make_config
 
+from dflop.base import UserError
 from dflop.config import ScheduleConfig
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
@@ -50,6 +52,22 @@ def test_why_says_that_the_choice_is_not_the_one_priced_shortest(close, costs):
     assert why.startswith("Within 3 % of the shortest expected step of ")
     ratio = close.candidates[0].step_s / close.candidates[1].step_s
     assert f"By price alone {close.candidates[0].plan} would be chosen, which takes {ratio:.3f}x as long." in why
+
+
+def test_a_plan_whose_batches_fit_in_no_schedule_gets_more_recomputed_layers(search, tiny_spec, costs, samples):
+    found = search(make_config(4, 8))
+    fastest = next(own for own in found.candidates if not own.plan.checkpointing)
+    config = make_config(4, 8, memory_gib=0.9 * max(fastest.memory_bytes.values()) / 2**30)
+    alone = replace(found, candidates=[fastest])
+    chosen = with_finalists_scheduled(alone, config, tiny_spec, costs, samples).best
+    assert chosen.plan.checkpointing
+    assert chosen.plan.grid("llm").recomputed != fastest.plan.grid("llm").recomputed
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    for plan, fits in ((fastest.plan, False), (chosen.plan, True)):
+        pricer = pricer_of(plan, config, tiny_spec, costs)
+        scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)
+        with nullcontext() if fits else pytest.raises(UserError, match="no assignment of the batch"):
+            scheduler.require_fit(range(20))
 
 
 def test_a_plan_that_is_priced_four_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):
