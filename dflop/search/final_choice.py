@@ -5,7 +5,7 @@ regroups each batch for its plan, which shortens the steps of some plans more th
 prices are close to the fastest, the scheduled step times decide. Of plans that train the LLM alike, and differ only in
 how they encode, only the one with the least price is scheduled: the schedules of the others hardly differ from its.
 
-A plan is only chosen once the batches of an epoch's first steps fit, with more recomputed layers if need be. They may
+A plan is only chosen once the batches of the first steps fit, with more recomputed layers if need be. They may
 need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
 so may count too little of it.
 """
@@ -34,7 +34,7 @@ __all__ = ["with_finalists_scheduled"]
 
 # One batch may favour a plan that is slower on the mean of others, by more than finalists differ.
 _NUM_BATCHES = 2
-# The batches of an epoch's first steps have to fit; where replicas share samples, so many of the fullest of them.
+# The batches of so many steps have to fit; where replicas share samples, so many of the fullest of an epoch.
 _NUM_FULLEST, _MOST_STEPS = 2, 200
 # A batch of more samples takes seconds to schedule, for each of the finalists.
 _MOST_SAMPLES = 2048
@@ -93,7 +93,7 @@ def _with_room(
         pricer, before = pricer.recomputing(_recomputing_more(pricer, config, spec)), pricer
         if pricer.plan == before.plan:
             break
-        candidate = pricer.candidate()
+        candidate = replace(pricer.candidate(), bottleneck="memory")
         step_s = _scheduled_s(candidate, least_s, *about, samples)
     return candidate, step_s
 
@@ -143,16 +143,16 @@ def _fits(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples
 
 
 def _require_fit(scheduler: BatchScheduler) -> None:
-    """Check that the batches of an epoch's first steps fit into memory, the fullest where replicas share samples.
+    """Check that the batches of the first steps fit into memory. Where replicas share samples, these are the fullest of
+    an epoch's.
 
     Raises:
         UserError: where one does not.
     """
-    num_steps = min(_MOST_STEPS, scheduler.batches.steps_in(1.0))
     if scheduler.pricer.plan.grid("llm").cp == 1:
-        scheduler.require_fit(range(num_steps))
+        scheduler.require_fit(range(_MOST_STEPS))
     else:
-        for step in scheduler.fullest(num_steps, _NUM_FULLEST):
+        for step in scheduler.fullest(min(_MOST_STEPS, scheduler.batches.steps_in(1.0)), _NUM_FULLEST):
             scheduler.schedule(step)
 
 
