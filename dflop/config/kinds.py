@@ -60,6 +60,12 @@ def _not_empty(wanted: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _two(value: list) -> list:
+    if len(value) != 2:
+        raise ValueError(f"is {value}; it must hold two values")
+    return value
+
+
 def _options(value: str) -> str:
     try:
         shlex.split(value)
@@ -80,7 +86,7 @@ Repeats = _number(float, "above 0, and at most 1000", lambda number: 0 < number 
 NotNegative = _number(float, "0 or more, and finite", lambda number: number >= 0)
 BelowOne = _number(float, "0 or more, and below 1", lambda number: 0 <= number < 1)
 Share = _number(float, "from 0 to 1", lambda number: 0 <= number <= 1)
-Betas = Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
+Betas = Annotated[list[BelowOne], AfterValidator(_two)]
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 RunName = _text(_NAME, "it names a folder under results/: use letters, digits, dot, dash and underscore")

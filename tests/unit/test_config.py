@@ -176,6 +176,8 @@ def test_an_impossible_number_names_the_key_the_value_and_the_bound(key, value, 
 
 def test_an_impossible_number_in_a_list_names_the_entry():
     assert "`costs.tp_sizes[1]` is 0; it must be at least 1" in refusal({"costs": {"tp_sizes": [1, 0]}})
+    assert "`train.betas[1]` is 1.0; it must be 0 or more, and below 1" in refusal({"train": {"betas": [0.9, 1.0]}})
+    assert "`train.betas` is [0.9]; it must hold two values" in refusal({"train": {"betas": [0.9]}})
     assert "`costs.tp_sizes[0]` is [1]" in refusal({"costs": {"tp_sizes": [[1]]}})
 
 
