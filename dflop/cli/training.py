@@ -57,6 +57,7 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     from dflop.schedule import describe_left_out
     from dflop.schedule.service import open_evaluation, open_scheduler
     from dflop.search import planned_loaders
+    from dflop.shapes import list_sources
     from dflop.store import read_table
     from dflop.train import (
         check_plan,
@@ -69,6 +70,7 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     )
 
     config = load_for("train", configs)
+    list_sources(config.data)  # what is wrong with them is said before an earlier run is set aside
     check_runnable(config.model.family)
     check_weights(config.model.weights)
     spec = load_model_spec(config.model)
