@@ -45,8 +45,8 @@ def over_machines(num_nodes: int, shared: Path) -> Iterator[tuple[list[list[str]
 
     Raises:
         UserError: as `names_of_nodes`, when the environment variable for the port holds no port or one that is taken,
-            or when another node does not come for ten minutes; on other nodes, the first
-            one's last words (`first_node`).
+            or when another node does not come for ten minutes; on other nodes, the first one's last words
+            (`first_node`).
     """
     names = names_of_nodes(num_nodes)
     if rank := slurm_rank():

@@ -90,7 +90,8 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     data_digests = sources["digest"].to_list() + [str(row) for row in sources["epochs", "weight"].rows() if any(row)]
     # Problems with the samples, costs and plan are reported here, before any rank starts.
     scheduler = open_scheduler(config, shapes=shapes, costs=costs, plan=plan_path)
-    if config.train.epochs is not None:
+    steps_are_given = config.train.epochs is None
+    if not steps_are_given:
         set_steps(config, scheduler.batches.steps_in(config.train.epochs))
     check_trackers(config.train.tensorboard)
     left_out = scheduler.left_out
@@ -106,7 +107,7 @@ def _train(configs: tuple[str, ...], shapes: Path, costs: Path, plan_path: Path,
     with ExitStack() as held:
         if is_first:  # of several nodes it holds the lock, and the others wait for its word
             held.enter_context(sole_use(out))
-        check_resumable(config, out, generation)
+        check_resumable(config, out, generation, steps_are_given=steps_are_given)
         if checkpoint := finished_at(config, out, generation):
             click.echo(
                 f"dflop: this run is finished: {checkpoint} is its last step. A larger `train.steps` continues it, "

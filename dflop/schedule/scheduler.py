@@ -12,7 +12,7 @@ assignment is checked before it is taken, including its memory with all microbat
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -161,15 +161,7 @@ class BatchScheduler:
             UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
         """
         steps = range(min(num_steps, MOST_CHECKED))
-        self.require_fit(steps if self.pricer.divider is None else self.fullest(len(steps), _MOST_FULLEST))
-
-    def require_fit(self, steps: Iterable[int]) -> None:
-        """Check that the batches of these steps can be scheduled.
-
-        Raises:
-            UserError: as `check`.
-        """
-        for step in steps:
+        for step in steps if self.pricer.divider is None else self.fullest(len(steps), _MOST_FULLEST):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
             quick = quick_buckets(problem.loads_s, problem.num_buckets)

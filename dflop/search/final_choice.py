@@ -11,6 +11,7 @@ so may count too little of it.
 """
 
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -58,8 +59,10 @@ def with_finalists_scheduled(
         if candidate.step_s <= most_s:
             by_llm.setdefault(_of_llm(candidate.plan), candidate)
     finalists = list(by_llm.values())
-    if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1 and _fits(found.best.plan, *about):
-        return found
+    if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1:
+        with suppress(UserError), _scheduler(found.best.plan, *about).open() as scheduler:
+            _require_fit(scheduler)
+            return found
     scheduled: list[tuple[Candidate, float]] = []
     for candidate in finalists:
         least_s = min((step_s for _, step_s in scheduled), default=np.inf)
@@ -133,15 +136,6 @@ def _scheduled_s(
     return step_s
 
 
-def _fits(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:
-    with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
-        try:
-            _require_fit(scheduler)
-        except UserError:
-            return False
-    return True
-
-
 def _require_fit(scheduler: BatchScheduler) -> None:
     """Check that the batches of the first steps fit into memory. Where replicas share samples, these are the fullest of
     an epoch's.
@@ -150,7 +144,7 @@ def _require_fit(scheduler: BatchScheduler) -> None:
         UserError: where one does not.
     """
     if scheduler.pricer.plan.grid("llm").cp == 1:
-        scheduler.require_fit(range(_MOST_STEPS))
+        scheduler.check(_MOST_STEPS)
     else:
         for step in scheduler.fullest(min(_MOST_STEPS, scheduler.batches.steps_in(1.0)), _NUM_FULLEST):
             scheduler.schedule(step)

@@ -77,11 +77,10 @@ def _other_number(
     grids = {module.name: fixed.modules.get(module.name, FixedGrid()) for module in spec.modules}
     if shares == {True}:
         given = {size: value for size in _SIZES if (value := getattr(grids["llm"], size))}
-        product = math.prod(given.values())
-        whole = len(given) == len(_SIZES)
-        if product != cluster.num_devices if whole else cluster.num_devices % product:
+        product, is_whole = math.prod(given.values()), len(given) == len(_SIZES)
+        if cluster.num_devices % product or (is_whole and product != cluster.num_devices):
             sizes = " x ".join(f"{size} {value}" for size, value in given.items())
-            needed = f"{'' if whole else 'a divisor of '}{cluster.num_devices}"
+            needed = f"{'' if is_whole else 'a divisor of '}{cluster.num_devices}"
             return (
                 f"`{pins_are}.llm` is {sizes} = {product} devices, and {there_are}, all of which the LLM has in "
                 f"{' and '.join(placements)} plans; make it {needed}"

@@ -19,7 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class Rates(NamedTuple):
     """By what a parameter is updated: the learning rate before its schedule, the weight decay, the share of each moment
-    that a step keeps, and what is added to the denominator. Without the last two they are torch's."""
+    that a step keeps, and what is added to the denominator. The last two are torch's by default."""
 
     lr: float
     weight_decay: float

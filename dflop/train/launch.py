@@ -94,8 +94,9 @@ def check_devices(config: Config, plan: Plan) -> None:
         )
 
 
-def check_resumable(config: Config, out: Path, generation: Generation) -> None:
-    """Check that the run of the last checkpoint can go on, or that a new run may begin in its place.
+def check_resumable(config: Config, out: Path, generation: Generation, *, steps_are_given: bool) -> None:
+    """Check that the run of the last checkpoint can go on, or that a new run may begin in its place. Steps that are not
+    given follow from `train.epochs`: where other samples are left out, they may be fewer than were trained.
 
     Raises:
         UserError: naming what has changed, or that the checkpoint is behind the last step.
@@ -110,7 +111,7 @@ def check_resumable(config: Config, out: Path, generation: Generation) -> None:
             f"`train.resume` is require, and since {path}: {', '.join(changes)}; change it back to go on, or set "
             f"`train.resume` to auto: then a new run begins at step 1, and this one is moved into {out / 'old-N'}"
         )
-    if not changes and config.train.epochs is None and run["step"] > config.train.steps:
+    if not changes and steps_are_given and run["step"] > config.train.steps:
         raise UserError(
             f"{path} is of step {run['step']}, and `train.steps` is {config.train.steps}: raise it to go on, or set "
             "`train.resume: never` to train anew"

@@ -108,8 +108,12 @@ class _Work(ABC):
             self._inputs[microbatch] = self._without_records(microbatch)
             return
         started = time.monotonic()
-        self._inputs[microbatch] = self._receive_input(microbatch, next(self._loader))
+        self._inputs[microbatch] = self._receive_input(microbatch, self._next_loaded())
         self.data_wait_s += time.monotonic() - started
+
+    def _next_loaded(self) -> object:
+        """What the loaders hand over next. By this function other ranks see what this one waits for (`peers`)."""
+        return next(self._loader)
 
     def edge_shape(self, microbatch: int, edge: int) -> tuple[int, ...] | None:
         """The shape of the tensor that goes over an edge for a microbatch; None if there is nothing to send."""

@@ -58,7 +58,7 @@ _READS = (
     ("train/trainer.py", "_update"),
 )
 # Where a rank waits for its loaders, and how long it may while all ranks are alive: storage may stop for minutes.
-_LOADS = (("train/node_work.py", "prepare"),)
+_LOADS = (("train/node_work.py", "_next_loaded"),)
 _LOADING, _LOADING_S = "loading its microbatch", 600.0
 # How long a rank may take to end after the first node has.
 _AFTER_STORE_S = 30.0

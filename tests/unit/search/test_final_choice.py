@@ -67,7 +67,7 @@ def test_a_plan_whose_batches_fit_in_no_schedule_gets_more_recomputed_layers(sea
         pricer = pricer_of(plan, config, tiny_spec, costs)
         scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)
         with nullcontext() if fits else pytest.raises(UserError, match="no assignment of the batch"):
-            scheduler.require_fit(range(200))
+            scheduler.check(200)
 
 
 def test_a_plan_that_is_priced_four_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):

@@ -1,7 +1,6 @@
 """What makes a run another run, what becomes of the old one's outputs, and what a summary is of."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,20 +121,18 @@ def test_a_run_is_finished_when_its_last_step_and_its_model_are_there(generate, 
 
 
 def test_a_run_that_is_required_to_resume_is_not_begun_anew_and_no_step_is_taken_back(generate, tmp_path):
-    require = {"train": {"resume": "require"}}
-    config, other = load_config(MADE, require), generate({"train": {"lr": 0.5}})
-    check_resumable(config, tmp_path, other)  # there is nothing to resume
+    config, other = load_config(MADE, {"train": {"resume": "require"}}), generate({"train": {"lr": 0.5}})
+    given = {"steps_are_given": True}
+    check_resumable(config, tmp_path, other, **given)  # there is nothing to resume
     write_run(tmp_path, generate(), ["p"] * 4)
-    check_resumable(config, tmp_path, generate())
+    check_resumable(config, tmp_path, generate(), **given)
     with pytest.raises(UserError, match=r"`train.lr` was 0.0001 and is 0.5; change it back to go on, or set .* auto"):
-        check_resumable(config, tmp_path, other)
-    check_resumable(load_config(MADE), tmp_path, other)
+        check_resumable(config, tmp_path, other, **given)
+    check_resumable(load_config(MADE), tmp_path, other, **given)
+    fewer = load_config({"train": {"steps": 3}})
     with pytest.raises(UserError, match=r"step-000004 is of step 4, and `train.steps` is 3: raise it to go on"):
-        check_resumable(load_config({"train": {"steps": 3}}), tmp_path, generate())
-    # With epochs, another number of samples left out makes it fewer.
-    fewer = load_config({"train": {"steps": None, "epochs": 1}})
-    fewer = replace(fewer, train=replace(fewer.train, steps=3))
-    check_resumable(fewer, tmp_path, generate())
+        check_resumable(fewer, tmp_path, generate(), **given)
+    check_resumable(fewer, tmp_path, generate(), steps_are_given=False)
     assert finished_at(fewer, tmp_path, generate())
 
 
