@@ -3,9 +3,15 @@
 Numba's own cache looks only at the kernel's own file: it keeps the old machine code when a kernel that this one calls,
 or a number that it reads, changes in another file. Here a cached kernel is valid for one digest: of its own code, the
 numbers that it reads, and all kernels that it calls, in whichever file.
+
+Nor is numba's cache safe where processes compile at the same time, as ranks and workers of pytest do. Its index names
+the file of each signature, and is written before the file is: another process may find older machine code there, or
+that of another signature, which overwrites memory when it is called. Here each signature has a file of its own, which
+says what it is of.
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -36,7 +42,7 @@ class _KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # The digest is made at the first call, not at decoration: the kernel may call functions that are defined below.
-        self._cache_file = IndexDataCacheFile(
+        self._cache_file = _KernelFiles(
             cache_path=self._cache_path,
             filename_base=self._impl.filename_base,
             source_stamp=_digest_of(self._py_func),
@@ -46,6 +52,26 @@ class _KernelCache(FunctionCache):
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         # A named tuple's type gives the types of its fields, but not the order of their names.
         return (*super()._index_key(sig, codegen), tuple(_fields_of(sig)))
+
+
+class _KernelFiles(IndexDataCacheFile):
+    """The files of a kernel, one for each signature and kind of CPU. Each is written beside its place and then moved
+    there, and holds what it is of: numba's version, the kernel's digest, the signature."""
+
+    def load(self, key: tuple) -> Any:
+        try:
+            of, data = self._load_data(self._file_of(key))
+        except (OSError, EOFError, pickle.UnpicklingError):  # none yet, or the machine went down as it was written
+            return None
+        return data if of == (self._version, self._source_stamp, key) else None
+
+    def save(self, key: tuple, data: Any) -> None:
+        self._save_data(self._file_of(key), ((self._version, self._source_stamp, key), data))
+
+    def _file_of(self, key: tuple) -> str:
+        types, cpu, _, fields = key
+        name = hashlib.sha256(repr((types, cpu, fields)).encode()).hexdigest()[:16]
+        return self._data_name_pattern.replace("{number:d}", name)
 
 
 def _fields_of(types: Any) -> Iterator[tuple[str, ...]]:

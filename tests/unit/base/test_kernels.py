@@ -113,3 +113,34 @@ print(_in_rounds(zero, zero, 2, 2, 0)[0].tolist())
     assert "= 0, 1" in text
     passes.write_text(text.replace("= 0, 1", "= 10, 11"), encoding="utf-8")
     assert run(tmp_path, script) == "[0, 2, 0]"
+
+
+FILES = """
+import numpy as np
+from halves import half
+print([half(dtype(7)) for dtype in (np.int64, np.float64)], sum(half.stats.cache_hits.values()))
+"""
+HALVES = """
+from dflop.base.kernels import kernel
+
+@kernel
+def half(value):
+    return value {operator} 2
+"""
+
+
+def test_machine_code_of_other_types_or_of_older_code_is_never_called(tmp_path):
+    """As where two processes compile at once: a file that is not what its name says counts as none."""
+    (tmp_path / "halves.py").write_text(HALVES.format(operator="//"))
+    assert run(tmp_path, FILES) == "[3, 3.0] 0"
+    assert run(tmp_path, FILES) == "[3, 3.0] 2"
+    first, second = sorted(tmp_path.rglob("*.nbc"))
+    older = first.read_bytes(), second.read_bytes()
+    first.write_bytes(older[1])
+    second.write_bytes(b"")
+    assert run(tmp_path, FILES) == "[3, 3.0] 0"
+    assert (first.read_bytes(), second.read_bytes()) == older
+    (tmp_path / "halves.py").write_text(HALVES.format(operator="*"))
+    assert run(tmp_path, FILES) == "[14, 14.0] 0"
+    first.write_bytes(older[0])
+    assert run(tmp_path, FILES) == "[14, 14.0] 1"
