@@ -155,7 +155,8 @@ class LlmPipelines:
         if not self._trained.trains("llm"):
             return np.zeros(len(layers))
         latency_s, byte_s = self._links.of_row(row, "llm")
-        return latency_s + self._trained_bytes(LayoutKey.of_row(row, "llm_"), layers) * byte_s
+        trained_bytes = self._trained_bytes(LayoutKey.of_row(row, "llm_"), layers)
+        return (latency_s + trained_bytes * byte_s) * (trained_bytes > 0)
 
     def _hidden_shares(self, layout: LayoutKey, shards: int, layers: tuple[int, ...]) -> np.ndarray:
         """`LeastLinks.hidden_shares` of each stage, [2, num_stages]."""

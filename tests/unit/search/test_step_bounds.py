@@ -87,6 +87,14 @@ class Case:
 
 
 @settings(max_examples=20, phases=_UNSHRUNK)
+@example(  # a stage without trained parameters syncs nothing, and no latency counts
+    shape=(4, 1, 8),
+    seeds=(853267, 111541),
+    freeze=("vision", "llm.embeddings", "llm.layers.[0-1]"),
+    policy=LPT,
+    device_model="cpu",
+    weights=1,
+)
 @drawn
 def test_no_plan_is_faster_than_its_bounds(tiny_spec, shape, seeds, freeze, policy, device_model, weights):
     case = Case(tiny_spec, shape, seeds, freeze, policy, device_model, weights)
