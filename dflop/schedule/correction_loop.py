@@ -84,19 +84,19 @@ class CorrectionLoop:
 
         Compiled kernels are cached on disk, so this takes long only once for each installation.
         """
-        self._scheduler.schedule(step, self._policy_tried)
+        self._scheduler.schedule_what_fits(step, self._policy_tried)
         if self._mode != "off":
             ones = self._table.corrected(Corrections(factors={"llm": NO_CORRECTIONS.table("llm")}))
-            self._scheduler.priced_by(ones).schedule(step, self._policy_tried)
+            self._scheduler.priced_by(ones).schedule_what_fits(step, self._policy_tried)
 
     def schedule(self, step: int) -> StepSchedule:
         """Schedule a step with the present corrections, and decide whether it is measured.
 
         Raises:
-            UserError: as `BatchScheduler.schedule` does.
+            UserError: as `BatchScheduler.schedule_what_fits` does.
         """
         if self._mode == "off":
-            return self._scheduler.schedule(step)
+            return self._scheduler.schedule_what_fits(step)
         self.learn(step - self._lag)
         corrections = self.learner.corrections
         self._scheduler.pricer = self._table.corrected(corrections)
@@ -105,7 +105,7 @@ class CorrectionLoop:
                 self._rests_until = step + _REST
             self._overheads.clear()
         measures = step >= self._rests_until
-        schedule = dataclasses.replace(self._scheduler.schedule(step), measures=measures)
+        schedule = dataclasses.replace(self._scheduler.schedule_what_fits(step), measures=measures)
         if measures:
             self._awaited[step] = schedule
         return schedule
@@ -138,7 +138,7 @@ class CorrectionLoop:
         took_s = [
             sum(
                 corrected.step_s(schedule.shapes, schedule.assignment)
-                for schedule in (scheduler.schedule(step, self._policy_tried) for step in steps)
+                for schedule in (scheduler.schedule_what_fits(step, self._policy_tried) for step in steps)
             )
             for scheduler in (self._scheduler.priced_by(pricer) for pricer in (self._table, corrected))
         ]

@@ -10,10 +10,10 @@ also depends on how far CBC gets within its time limit, unless `schedule.determi
 assignment is checked before it is taken, including its memory with all microbatches in flight.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -41,7 +41,7 @@ from dflop.base import UserError
 from dflop.config import ScheduleConfig
 from dflop.schedule.assignment import Assignment
 from dflop.schedule.global_batches import EvaluationBatches, GlobalBatches
-from dflop.schedule.memory_limit import fits, fitted
+from dflop.schedule.memory_limit import MOST_LEFT_OUT, fits, fitted
 from dflop.schedule.microbatch_sizes import ideal_shares
 from dflop.schedule.pricer import Pricer
 from dflop.schedule.shared_batches import with_shares
@@ -95,15 +95,44 @@ class BatchScheduler:
         Raises:
             UserError: when no assignment of the batch is found that fits into memory.
         """
-        return self._schedule(step, POLICIES[policy or self._config.policy], self._decide)
+        return self._schedule(step, policy, self._decide)
+
+    def schedule_what_fits(self, step: int, policy: str | None = None) -> StepSchedule:
+        """As `schedule`, for a run that is under way: where no assignment of the whole batch is found that fits into
+        memory, the samples that keep most bytes are left out, as few as that takes and a tenth at most.
+
+        Raises:
+            UserError: when that is not enough.
+        """
+        try:
+            return self.schedule(step, policy)
+        except UserError:
+            batch = self.batches[step]
+            row_bytes = self.pricer.memory.bytes_of_rows(self.pricer.alone(self.samples.take(batch)))
+            fullest_first = np.argsort(-row_bytes, kind="stable")
+            most, count = min(int(MOST_LEFT_OUT * len(batch)), len(batch) - self.pricer.plan.num_buckets), 1
+            while count <= most:
+                with contextlib.suppress(UserError):
+                    return self._schedule(step, policy, self._decide, np.delete(batch, fullest_first[:count]))
+                count *= 2
+            raise
 
     def at_random(self, step: int) -> StepSchedule:
         """The step in random groups, for comparison: as they are drawn, whether they fit into memory or not."""
-        return self._schedule(step, RANDOM, self._as_drawn)
+        return self._schedule(step, RANDOM.name, self._as_drawn)
 
-    def _schedule(self, step: int, policy: Policy, decide: Callable[..., tuple[Assignment, str, int]]) -> StepSchedule:
-        started = time.perf_counter()
-        shapes = self.samples.take(self.batches[step])
+    def _schedule(
+        self,
+        step: int,
+        policy_name: str | None,
+        decide: Callable[..., tuple[Assignment, str, int]],
+        batch: np.ndarray | None = None,
+    ) -> StepSchedule:
+        """The step with these samples, or with all of its batch."""
+        started, policy = time.perf_counter(), POLICIES[policy_name or self._config.policy]
+        whole = self.batches[step]
+        shapes = self.samples.take(whole if batch is None else batch)
+        num_left_out = len(whole) - len(shapes)
         decided = self._shared(shapes, step, policy) if policy.may_reorder else None
         if decided is None:
             decided = shapes, *decide(shapes, self.pricer.problem(shapes), step, policy)
@@ -116,6 +145,7 @@ class BatchScheduler:
             policy=policy.name,
             status=status,
             num_beyond_memory=num_beyond_memory,
+            num_left_out=num_left_out,
             deciding_s=time.perf_counter() - started,
         )
 
@@ -180,7 +210,7 @@ class BatchScheduler:
             self._cbc.close()
             self._cbc = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def open(self) -> Iterator["BatchScheduler"]:
         """A context with this scheduler, which is closed at its end."""
         try:

@@ -32,7 +32,8 @@ class StepSchedule:
     `encoders`; the other arrays over samples are [num_samples]. Where samples are shared by replicas, each share is a
     row (`SampleShapes.degree`), and the shares of a sample are on neighbouring replicas in the same microbatch.
     `idle_of_worker` [num_workers] is the share of the step in which each worker waits, and `idle` the mean over ranks.
-    `num_beyond_memory` counts faster assignments that were not taken because they do not fit into memory.
+    `num_beyond_memory` counts faster assignments that were not taken because they do not fit into memory,
+    `num_left_out` samples of the batch with which nothing would have fitted.
     `forward_s`, `backward_s` and `extrapolated` (bool: predicted for a load outside the measured range) are
     [num_nodes, num_microbatches] in the order of `nodes_of`. `corrections_version` is that of the corrections that
     priced it (0: the cost table alone). `measures` is whether its ranks report their measured times.
@@ -62,6 +63,7 @@ class StepSchedule:
     policy: str
     status: str
     num_beyond_memory: int
+    num_left_out: int
     deciding_s: float
     slots: np.ndarray | None = None
     sum_sq_items: np.ndarray | None = None
@@ -176,6 +178,7 @@ def schedule_of(
     status: str,
     deciding_s: float,
     num_beyond_memory: int = 0,
+    num_left_out: int = 0,
 ) -> StepSchedule:
     """The schedule of a global batch with this assignment: its samples in order, and the simulated times."""
     times = pricer.stage_times(shapes, assignment)
@@ -213,6 +216,7 @@ def schedule_of(
         policy=policy,
         status=status,
         num_beyond_memory=num_beyond_memory,
+        num_left_out=num_left_out,
         deciding_s=deciding_s,
         corrections_version=pricer.corrections.version,
     )

@@ -130,7 +130,7 @@ class SchedulePublisher(threading.Thread):
                 return None
         if self._stand_in is None:
             self._stand_in = open_scheduler(self._stand_in_config, **self._artifacts)
-        return self._stand_in.schedule(step).to_bytes()
+        return self._stand_in.schedule_what_fits(step).to_bytes()
 
     @property
     def _stand_in_config(self) -> Config:

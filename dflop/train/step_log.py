@@ -105,6 +105,7 @@ class StepLog:
             "policy": schedule.policy,
             "policy_status": schedule.status,
             "num_beyond_memory": schedule.num_beyond_memory,
+            "num_left_out": schedule.num_left_out,
             "deciding_s": schedule.deciding_s,
             "num_unreadable": int(totals["unreadable"]),
             "num_undecodable": int(totals["undecodable"]),
@@ -117,7 +118,7 @@ class StepLog:
 
     def _print(self, line: dict[str, Any], trouble: str | None) -> None:
         """A step's line on the terminal; `trouble` is why metrics.jsonl could not be written."""
-        step, step_s = line["step"], line["step_s"]
+        step, step_s, left_out = line["step"], line["step_s"], line["num_left_out"]
         to_go = timedelta(seconds=round(statistics.median(self._recent_s) * (self._num_steps - step - 1)))
         with contextlib.suppress(OSError):  # stdout may be a file on the full disk as well
             print(
@@ -125,6 +126,7 @@ class StepLog:
                 f"lr {line['lr']:.2e}  {step_s:.2f} s  {line['num_tokens'] / step_s:,.0f} tokens/s  "
                 f"idle {line['idle']:.0%}  schedule wait {line['wait_s'] * 1e3:.1f} ms  to go {to_go}"
                 + (f"  evaluation loss {line['evaluation_loss']:.3f}" if line["evaluation_loss"] is not None else "")
+                + (f"  samples left out: {left_out}, as the batch did not fit into memory" if left_out else "")
                 + (f"  NOT SAVED: {self.unsaved}" if self.unsaved else "")
                 + (f"  metrics.jsonl not written: {trouble}" if trouble else ""),
                 flush=True,

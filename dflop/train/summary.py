@@ -65,6 +65,7 @@ def summarise(
         # Assignments that were faster than the chosen ones, but did not fit into memory.
         "num_beyond_memory": sum(step.get("num_beyond_memory", 0) for step in steps),
         "num_left_out": num_left_out,  # samples that no device could hold
+        "num_left_out_of_batches": sum(step.get("num_left_out", 0) for step in steps),
         "num_unreadable": sum(step["num_unreadable"] for step in steps),
         "num_undecodable": sum(step.get("num_undecodable", 0) for step in steps),
         # Functions of layers, over all ranks, that could not be compiled, or only for some of their inputs.

@@ -67,15 +67,18 @@ class Row:
     @property
     def name(self) -> str:
         memory = f" of {self.memory_gib:.0f} GiB" if self.memory_gib else ""
-        frozen = f", frozen {' and '.join(self.model['freeze'])}" if "freeze" in self.model else ""
+        trained = f", frozen {' and '.join(self.model['freeze'])}" if "freeze" in self.model else ""
+        trained += f", LoRA {self.model['lora']['rank']}" if "lora" in self.model else ""
+        trained += f", training {' and '.join(self.model['train'])}" if "train" in self.model else ""
         return (
             f"{self.preset}, {self.nodes} x {self.per_node} {self.device}{memory}, {self.intra_gbps} and "
-            f"{self.inter_gbps:g} Gbit/s a device, batch {self.batch}, {self.mix} mix{frozen}"
+            f"{self.inter_gbps:g} Gbit/s a device, batch {self.batch}, {self.mix} mix{trained}"
         )
 
 
 # A100s over PCIe 4.0 (some 200 Gbit/s a direction) with one card a node, whose speed a node's devices share.
 PCIE_GBPS = 200
+SMALL = {"memory_gib": 22, "intra_gbps": PCIE_GBPS, "inter_gbps": 100 / 8}
 ROWS = (
     Row(preset="llava_ov_7b", nodes=8, batch=512, device="h100-80g", intra_gbps=3600, inter_gbps=400),
     Row(preset="internvl_38b", nodes=8, batch=512, device="h100-80g", intra_gbps=3600, inter_gbps=400),
@@ -106,6 +109,8 @@ ROWS = (
     Row(preset="llava_ov_7b", nodes=4, batch=64, device="h100-80g", intra_gbps=3600, inter_gbps=25 / 8),
     Row(preset="qwen2_5_omni_7b", nodes=4, batch=256, inter_gbps=200),
     Row(preset="qwen2_5_omni_7b", nodes=4, batch=256, intra_gbps=PCIE_GBPS, inter_gbps=25 / 8),
+    Row(preset="llava_ov_7b", nodes=1, batch=64, **SMALL, model={"train": ["projector"]}),
+    Row(preset="llava_ov_7b", nodes=1, batch=64, **SMALL, model={"train": ["projector"], "lora": {"rank": 16}}),
 )
 
 

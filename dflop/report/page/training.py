@@ -21,6 +21,7 @@ def training_section(trained: TrainedRun) -> dict[str, Any]:
         f"{count:,} {sentence}"
         for key, sentence in (
             ("num_left_out", "samples were left out, which no device can hold."),
+            ("num_left_out_of_batches", "samples were left out of batches that did not fit into memory with them."),
             ("num_unreadable", "media were not as profiled; they were scaled, cut, filled up or left blank."),
             ("num_undecodable", "media could not be decoded; nothing was learned from their samples."),
             ("num_eager", "functions of layers were not compiled, or not for all inputs, and ran eager."),

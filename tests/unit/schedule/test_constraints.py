@@ -122,6 +122,28 @@ def test_every_schedule_keeps_every_limit_or_says_that_none_does(
         assert policy != "random" or compared.status == "random, beyond memory"
 
 
+@pytest.mark.parametrize("placement", ["disjoint", "colocated", "monolithic"])
+def test_a_run_leaves_out_the_fullest_samples_of_a_batch_that_does_not_fit(scheduler_of, draw_samples, placement):
+    plan = make_plan(placement, dp=2)
+    samples = unlike_samples(draw_samples, 40, 7)
+    tight, memory_gib = scheduler_of(plan, samples, 40, 64.0), 64.0
+    with suppress(UserError):
+        while (fitting := tight.schedule_what_fits(0, "lpt")).num_left_out == 0:
+            memory_gib = 0.97 * needed_bytes(tight, fitting) / 2**30
+            tight = scheduler_of(plan, samples, 40, memory_gib)
+    with pytest.raises(UserError, match="no assignment of the batch was found"):
+        tight.schedule(0, "lpt")
+    assert 1 <= fitting.num_left_out <= 4
+    assert needed_bytes(tight, fitting) <= memory_gib * 2**30
+    batch = samples.take(tight.batches[0])
+    fullest_first = np.argsort(-tight.pricer.memory.bytes_of_rows(tight.pricer.alone(batch)), kind="stable")
+    left_out = set(batch.sample_id[fullest_first[: fitting.num_left_out]])
+    assert set(fitting.sample_id) == set(batch.sample_id) - left_out
+    smaller = scheduler_of(plan, samples, 40, 0.7 * memory_gib)
+    with pytest.raises(UserError, match="no assignment of the batch was found"):
+        smaller.schedule_what_fits(0, "lpt")
+
+
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 1000),

@@ -163,6 +163,7 @@ def test_a_line_that_the_disk_did_not_take_is_written_whole_with_a_later_one(tmp
         "policy",
         "status",
         "num_beyond_memory",
+        "num_left_out",
         "num_samples",
         "deciding_s",
         "corrections_version",
