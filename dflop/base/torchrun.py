@@ -63,6 +63,8 @@ def run_ranks(
         # Threads that spin while they wait make timings collapse on a busy machine.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
+        # A rank that dies in compiled code says where its threads are.
+        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
         **(gpu_environment(os.environ) if cluster.device == "cuda" else {}),
         **(LOOPBACK if is_here else {}),
     }

@@ -1,6 +1,7 @@
 """What the first rank would do and each rank after it again, done once by the server before it forks any: modules that
 are imported where they are first needed, the schema of configs, and what numba sets up before its first kernel."""
 
+import faulthandler
 import gc
 
 import torch.distributed.checkpoint.filesystem
@@ -16,6 +17,7 @@ from dflop.costs import measure
 from dflop.plan import Grid, Plan
 from dflop.step import make_program
 
+faulthandler.enable()  # as ranks do: one that dies in compiled code says where its threads are
 Image.init()
 # A measurement first fills the last-level cache, 480 MiB of some servers. That takes longer than what tests measure.
 measure._cache_bytes = lambda device: 1 << 20
