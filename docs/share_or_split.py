@@ -3,7 +3,7 @@
     python docs/share_or_split.py
 
 Predicted for 32 H100s from analytic costs and the demo's data, the fastest plan of each placement on the same batches.
-Takes about two minutes of one core, writes `docs/figures/share-or-split.svg` and prints the table.
+Takes about five minutes of one core, writes `docs/figures/share-or-split.svg` and prints the table.
 """
 
 import contextlib
