@@ -11,7 +11,6 @@ says what it is of.
 """
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -55,22 +54,22 @@ class _KernelCache(FunctionCache):
 
 
 class _KernelFiles(IndexDataCacheFile):
-    """The files of a kernel, one for each signature and kind of CPU. Each is written beside its place and then moved
-    there, and holds what it is of: numba's version, the kernel's digest, the signature."""
+    """The files of a kernel, one for each signature, kind of CPU and version of numba. Each is written beside its place
+    and then moved there, and holds what it is of: the kernel's digest and the signature."""
 
     def load(self, key: tuple) -> Any:
         try:
             of, data = self._load_data(self._file_of(key))
-        except (OSError, EOFError, pickle.UnpicklingError):  # none yet, or the machine went down as it was written
+        except Exception:  # none yet, or of code that has moved since, or the machine went down as it was written
             return None
-        return data if of == (self._version, self._source_stamp, key) else None
+        return data if of == (self._source_stamp, key) else None
 
     def save(self, key: tuple, data: Any) -> None:
-        self._save_data(self._file_of(key), ((self._version, self._source_stamp, key), data))
+        self._save_data(self._file_of(key), ((self._source_stamp, key), data))
 
     def _file_of(self, key: tuple) -> str:
         types, cpu, _, fields = key
-        name = hashlib.sha256(repr((types, cpu, fields)).encode()).hexdigest()[:16]
+        name = hashlib.sha256(repr((self._version, types, cpu, fields)).encode()).hexdigest()[:16]
         return self._data_name_pattern.replace("{number:d}", name)
 
 

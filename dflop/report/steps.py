@@ -43,7 +43,8 @@ def show_step(scheduler: BatchScheduler, policy: str, trained: TrainedRun | None
     """
     kept = trained.schedule if trained and _is_observed(trained, trained.schedule) else None
     step = kept.step if kept else _middle_step(trained) if trained else 0
-    ours, other = kept or scheduler.schedule_what_fits(step), scheduler.at_random(step)
+    ours = kept or scheduler.schedule_what_fits(step)
+    other = scheduler.at_random(step, ours.num_left_out)
     replayed = replay(scheduler, ours), replay(scheduler, other)
     (_, by_policy), (_, at_random) = replayed
     faster = at_random.step_s / by_policy.step_s

@@ -99,7 +99,7 @@ class BatchScheduler:
 
     def schedule_what_fits(self, step: int, policy: str | None = None) -> StepSchedule:
         """As `schedule`, for a run that is under way: where no assignment of the whole batch is found that fits into
-        memory, the samples that keep most bytes are left out, as few as that takes and a tenth at most.
+        memory, the samples that keep most bytes are left out. 1, 2, 4, … are tried, and at last a tenth of the batch.
 
         Raises:
             UserError: when that is not enough.
@@ -107,32 +107,32 @@ class BatchScheduler:
         try:
             return self.schedule(step, policy)
         except UserError:
-            batch = self.batches[step]
-            row_bytes = self.pricer.memory.bytes_of_rows(self.pricer.alone(self.samples.take(batch)))
-            fullest_first = np.argsort(-row_bytes, kind="stable")
-            most, count = min(int(MOST_LEFT_OUT * len(batch)), len(batch) - self.pricer.plan.num_buckets), 1
-            while count <= most:
+            size = len(self.batches[step])
+            most = min(max(1, int(MOST_LEFT_OUT * size)), size - self.pricer.plan.num_buckets)
+            for count in (*(2**power for power in range(most.bit_length()) if 2**power < most), most):
                 with contextlib.suppress(UserError):
-                    return self._schedule(step, policy, self._decide, np.delete(batch, fullest_first[:count]))
-                count *= 2
+                    return self._schedule(step, policy, self._decide, count)
             raise
 
-    def at_random(self, step: int) -> StepSchedule:
-        """The step in random groups, for comparison: as they are drawn, whether they fit into memory or not."""
-        return self._schedule(step, RANDOM.name, self._as_drawn)
+    def at_random(self, step: int, num_left_out: int = 0) -> StepSchedule:
+        """The step in random groups, for comparison: as they are drawn, whether they fit into memory or not, without so
+        many of the fullest samples."""
+        return self._schedule(step, RANDOM.name, self._as_drawn, num_left_out)
 
     def _schedule(
         self,
         step: int,
         policy_name: str | None,
         decide: Callable[..., tuple[Assignment, str, int]],
-        batch: np.ndarray | None = None,
+        num_left_out: int = 0,
     ) -> StepSchedule:
-        """The step with these samples, or with all of its batch."""
+        """The step without the samples of its batch that keep most bytes, so many of them."""
         started, policy = time.perf_counter(), POLICIES[policy_name or self._config.policy]
-        whole = self.batches[step]
-        shapes = self.samples.take(whole if batch is None else batch)
-        num_left_out = len(whole) - len(shapes)
+        shapes = self.samples.take(self.batches[step])
+        if num_left_out:
+            row_bytes = self.pricer.memory.bytes_of_rows(self.pricer.alone(shapes))
+            kept = np.argsort(-row_bytes, kind="stable")[num_left_out:]
+            shapes = shapes.take(np.sort(kept))
         decided = self._shared(shapes, step, policy) if policy.may_reorder else None
         if decided is None:
             decided = shapes, *decide(shapes, self.pricer.problem(shapes), step, policy)

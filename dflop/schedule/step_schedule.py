@@ -63,9 +63,9 @@ class StepSchedule:
     policy: str
     status: str
     num_beyond_memory: int
-    num_left_out: int
     deciding_s: float
     slots: np.ndarray | None = None
+    num_left_out: int = 0
     sum_sq_items: np.ndarray | None = None
     degree: np.ndarray | None = None
     share: np.ndarray | None = None

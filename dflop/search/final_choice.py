@@ -37,7 +37,7 @@ __all__ = ["with_finalists_scheduled"]
 _NUM_BATCHES = 2
 # The batches of so many steps have to fit; where replicas share samples, so many of the fullest of an epoch.
 _NUM_FULLEST, _MOST_STEPS = 2, 200
-# A batch of more samples takes seconds to schedule, for each of the finalists.
+# A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts.
 _MOST_SAMPLES = 2048
 # Where batches do not fit, a device recomputes a fourth of its layers more, of the LLM a 16th.
 _PARTS = 4, 16
@@ -51,14 +51,14 @@ def with_finalists_scheduled(
     The batches are the first that training will draw, scheduled without CBC, so that the choice is the same each time.
     """
     about = config, spec, costs, samples
-    if config.train.global_batch_size > _MOST_SAMPLES and found.best.plan.grid("llm").cp == 1:
-        return found
     most_s = (1 + FINALISTS_PERCENT / 100) * found.best.step_s
     by_llm: dict[Hashable, Candidate] = {}
     for candidate in found.candidates[:NUM_FINALISTS]:
         if candidate.step_s <= most_s:
             by_llm.setdefault(_of_llm(candidate.plan), candidate)
     finalists = list(by_llm.values())
+    if config.train.global_batch_size > _MOST_SAMPLES and found.best.plan.grid("llm").cp == 1:
+        finalists = finalists[:1]
     if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1:
         with suppress(UserError), _scheduler(found.best.plan, *about).open() as scheduler:
             _require_fit(scheduler)

@@ -111,6 +111,11 @@ def move_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
+def has_damaged(folder: Path) -> bool:
+    """Whether checkpoints in this folder were found damaged, and moved aside."""
+    return any(folder.glob("damaged-*"))
+
+
 def _step_of(checkpoint: Path) -> int:
     return int(_CHECKPOINT.fullmatch(checkpoint.name)[1])
 

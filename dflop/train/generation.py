@@ -26,6 +26,7 @@ _WEIGHTS = "model.weights"  # where they lie; their digest is compared where the
 _GOES_ON_FROM = "the adapters that training begins with"
 # The digest of its samples is compared, but other ones left out are no reason to begin anew: batches keep their order.
 _LEFT_OUT = "the samples left out"
+_ORDER = "the others in the order of all"  # which earlier versions did not keep
 # What the digests of data and weights are of, wherever it lies.
 _PLACES = ("path", "media_root")
 # Keys that earlier versions do not know, left out where they have these values, which they had.
@@ -88,8 +89,9 @@ class Generation:
         if self.weights.get(_LEFT_OUT) == earlier.weights.get(_LEFT_OUT):
             return None
         return (
-            "other samples are left out than before, as memory, plan or costs are others; the rest keep their order, "
-            "and a few of them may come twice in this epoch, or not at all"
+            "other samples are left out than before, as memory, plan, costs or dflop's version are others; the rest "
+            "keep their order, unless sources have `epochs` or `weight`, and some may come twice in this epoch, or not "
+            "at all"
         )
 
 
@@ -103,7 +105,8 @@ def generation_of(
         for source in weights["data.sources"]
     ]
     weights = {name: value for name, value in weights.items() if _NEW_TRAIN_KEYS.get(name, ...) != value}
-    weights |= {"the data": _digest(list(data_digests)), _LEFT_OUT: _digest(sorted(left_out))}
+    without = sorted(left_out)
+    weights |= {"the data": _digest(list(data_digests)), _LEFT_OUT: _digest([*without, _ORDER] if without else [])}
     if begins_with := config.model.weights or config.model.path:
         weights[_BEGINS_WITH] = weights_digest(Path(begins_with))
     if config.model.adapter:

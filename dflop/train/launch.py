@@ -13,7 +13,7 @@ from dflop.base.torchrun import check_nodes, is_first_node, run_ranks
 from dflop.config import Config, select_keys
 from dflop.models import ModelSpec, check_runnable, check_tp, load_model_spec
 from dflop.plan import Plan, check_layers, load_plan
-from dflop.train.checkpoint_files import find_checkpoint
+from dflop.train.checkpoint_files import find_checkpoint, has_damaged
 from dflop.train.generation import Generation
 
 __all__ = ["check_devices", "check_plan", "finished_at", "launch_ranks"]
@@ -101,7 +101,13 @@ def check_resumable(config: Config, out: Path, generation: Generation, *, steps_
     Raises:
         UserError: naming what has changed, or that the checkpoint is behind the last step.
     """
-    found = find_checkpoint(out / "checkpoints")
+    checkpoints = out / "checkpoints"
+    found = find_checkpoint(checkpoints)
+    if found is None and config.train.resume == "require" and has_damaged(checkpoints):
+        raise UserError(
+            f"`train.resume` is require, and none of the checkpoints in {checkpoints} is whole; see `damaged-…` there, "
+            "and set `train.resume` to auto to begin a new run"
+        )
     if found is None or config.train.resume == "never":
         return
     path, run = found

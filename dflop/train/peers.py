@@ -161,18 +161,18 @@ class PeerWatch(threading.Thread):
 
     def _place(self) -> str:
         """Where the main thread is, in words: the innermost function of dflop or torch.distributed, and whether it
-        waits."""
-        frame = sys._current_frames().get(self._main_thread)
+        waits. Without loader processes it loads by itself."""
+        frame, place = sys._current_frames().get(self._main_thread), ""
         while frame is not None:
             path, function = frame.f_code.co_filename, frame.f_code.co_name
-            if any(path.endswith(end) and function.startswith(name) for end, name in self._waits):
+            if not place and any(path.endswith(end) and function.startswith(name) for end, name in self._waits):
                 return f"waiting in {function}"
             if any(path.endswith(end) and function == name for end, name in _LOADS):
                 return _LOADING
-            if "/dflop/" in path:
-                return f"in {function} of {os.path.basename(path)}"
+            if not place and "/dflop/" in path:
+                place = f"in {function} of {os.path.basename(path)}"
             frame = frame.f_back
-        return "elsewhere"
+        return place or "elsewhere"
 
     def _signs(self) -> list[dict]:
         return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]
@@ -184,7 +184,7 @@ class PeerWatch(threading.Thread):
         compiles = any(
             sign["is_compiling"] or sign["graphs"] > was["graphs"] for sign, was in zip(now, before, strict=True)
         )
-        if any(sign["at"] == _LOADING for sign in now):
+        if any(sign["at"] == _LOADING for sign in (*before, *now)):
             alive_s = max(alive_s, _LOADING_S)
         if not silent and (compiles or seconds < alive_s):
             return

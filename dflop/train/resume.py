@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dflop.base import UserError
 from dflop.config import TrainConfig
 from dflop.train.checkpoint import load_checkpoint
-from dflop.train.checkpoint_files import Damaged, checkpoints_in, damage_in, move_aside, read_run
+from dflop.train.checkpoint_files import Damaged, checkpoints_in, damage_in, has_damaged, move_aside, read_run
 from dflop.train.generation import Generation
 from dflop.train.metrics import mend_metrics
 from dflop.train.observations import Observations
@@ -70,12 +70,11 @@ def _find_whole(
 
     Later ones that are damaged are moved aside. The ranks divide the files to be checked, and get the same result.
     """
-    num_damaged = 0
     while True:
-        looked = [_look(files.checkpoints)] if dist.get_rank() == 0 else [None]
+        looked = [_look(files.checkpoints), has_damaged(files.checkpoints)] if dist.get_rank() == 0 else [None, None]
         dist.broadcast_object_list(looked, group=group)
         if (latest := looked[0]) is None:
-            return None, "none of its checkpoints is whole" if num_damaged else None
+            return None, "none of its checkpoints is whole" if looked[1] else None
         path, run, damage = latest
         if damage is None:
             if why_anew := _why_anew(config, files.generation, run):
@@ -83,7 +82,6 @@ def _find_whole(
             damage = _damage_that_any_finds(path, group)
         if damage is None:
             return (path, run), None
-        num_damaged += 1
         if dist.get_rank() == 0:
             aside = move_aside(path)
             print(

@@ -186,7 +186,7 @@ class Trainer:
             self.saver.wait()
             if unsaved := self._unsaved(num_steps):
                 raise UserError(f"the last step could not be saved: {unsaved}")
-            if num_steps == config.steps:
+            if num_steps >= config.steps:  # more, where samples were left out since, and an epoch has fewer steps
                 self._export()
         finally:
             self.watch.begin("ending")

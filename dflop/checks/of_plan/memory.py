@@ -197,7 +197,6 @@ def _schedule(program: Program, shapes: SampleShapes, assignment: Assignment) ->
         policy="made up",
         status="",
         num_beyond_memory=0,
-        num_left_out=0,
         deciding_s=0.0,
     )
 

@@ -14,7 +14,7 @@ from dflop.comparison.system import System, offered
 from dflop.comparison.systems import megatron
 from dflop.config import Config, PlanConfig
 from dflop.costs import CostModel
-from dflop.models import ModelSpec
+from dflop.models import ModelSpec, check_modules
 from dflop.plan import Plan
 from dflop.plan.layout_key import LayoutKey
 from dflop.search import TODAY, Candidate, GroupedBatches, PlanPricer, enumerate_space, plan_of, search_plans
@@ -30,9 +30,13 @@ def todays_layout_note(config: Config, spec: ModelSpec, layouts: Mapping[str, Se
     """Why no plan for the devices agrees with `plan.today`; None where one does, whether or not it fits.
 
     `layouts` are those of a layer that there are costs for, by module.
+
+    Raises:
+        UserError: `plan.today` names a module that the model does not have.
     """
     if not config.plan.today:
         return None
+    check_modules(spec, config.plan.today.modules, "plan.today")
     try:
         _rows(config, spec, layouts)
     except UserError as error:

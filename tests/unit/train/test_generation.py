@@ -124,6 +124,12 @@ def test_a_run_that_is_required_to_resume_is_not_begun_anew_and_no_step_is_taken
     config, other = load_config(MADE, {"train": {"resume": "require"}}), generate({"train": {"lr": 0.5}})
     given = {"steps_are_given": True}
     check_resumable(config, tmp_path, other, **given)  # there is nothing to resume
+    damaged = tmp_path / "checkpoints/damaged-step-000002"
+    damaged.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"none of the checkpoints in .* is whole; see `damaged-…` there"):
+        check_resumable(config, tmp_path, other, **given)
+    damaged.rmdir()
+    damaged.parent.rmdir()
     write_run(tmp_path, generate(), ["p"] * 4)
     check_resumable(config, tmp_path, generate(), **given)
     with pytest.raises(UserError, match=r"`train.lr` was 0.0001 and is 0.5; change it back to go on, or set .* auto"):
