@@ -147,7 +147,9 @@ class Trainer:
         dist.barrier(group)
         self.watch.begin("first messages between ranks", max(_STARTING_S, config.train.peer_timeout_s))
         meet_peers(self.topology.links)
-        self._say(f"all is ready; step {self.first_step + 1} of {config.train.steps} begins")
+        is_trained = self.first_step >= config.train.steps
+        begins = "every step is trained" if is_trained else f"step {self.first_step + 1} of {config.train.steps} begins"
+        self._say(f"all is ready; {begins}")
         # Waits until here were part of starting up, and do not count.
         self.feed.waited_s.clear()
 
