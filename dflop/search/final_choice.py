@@ -7,10 +7,11 @@ how they encode, only the one with the least price is scheduled: the schedules o
 
 A plan is only chosen once the batches of the first steps fit, with more recomputed layers if need be. They may
 need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
-so may count too little of it.
+so may count too little of it. Where no finalist is left, plans are searched again in which fewer replicas share
+samples, then as if devices had less memory.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -41,6 +42,8 @@ _NUM_FULLEST, _MOST_STEPS = 2, 200
 _MOST_SAMPLES = 2048
 # Where batches do not fit, a device recomputes a fourth of its layers more, of the LLM a 16th.
 _PARTS = 4, 16
+# Where no finalist's batches fit, plans are searched for such parts of a device's memory.
+_LESS_MEMORY = 0.95, 0.85, 0.7
 
 
 def with_finalists_scheduled(
@@ -49,7 +52,39 @@ def with_finalists_scheduled(
     """The search's result with its choice made by scheduled batches, where several plans have nearly the same price.
 
     The batches are the first that training will draw, scheduled without CBC, so that the choice is the same each time.
+
+    Raises:
+        UserError: when no plan is found whose batches fit.
     """
+    about = config, spec, costs, samples
+    if chosen := _chosen(found, *about):
+        return chosen
+    for narrower in _narrower(config, found):
+        try:
+            found_there = search_plans(narrower, *about[1:])
+        except UserError:  # nothing fits
+            continue
+        if chosen := _chosen(found_there, *about):
+            return replace(chosen, larger=found.larger, with_more=None)
+    _mean_step_s(found.best, np.inf, *about)
+    return found
+
+
+def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
+    """Configs of further searches, where no finalist's batches fit."""
+    most = max(candidate.plan.grid("llm").cp for candidate in found.candidates[:NUM_FINALISTS])
+    sizes = [] if is_cp_pinned(config) else sorted({size for size in config.plan.cp_sizes if size < most})
+    for number in range(len(sizes), 0, -1):
+        config = replace(config, plan=replace(config.plan, cp_sizes=sizes[:number]))
+        yield config
+    for part in _LESS_MEMORY:
+        yield replace(config, cluster=replace(config.cluster, memory_gib=part * config.cluster.memory_gib))
+
+
+def _chosen(
+    found: SearchResult, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> SearchResult | None:
+    """The result with its choice made; None where no finalist's batches fit."""
     about = config, spec, costs, samples
     most_s = (1 + FINALISTS_PERCENT / 100) * found.best.step_s
     by_llm: dict[Hashable, Candidate] = {}
@@ -68,12 +103,7 @@ def with_finalists_scheduled(
         least_s = min((step_s for _, step_s in scheduled), default=np.inf)
         scheduled.append(_with_room(candidate, least_s, *about))
     if not any(np.isfinite(step_s) for _, step_s in scheduled):
-        most = max(candidate.plan.grid("llm").cp for candidate in finalists)
-        sizes = [] if is_cp_pinned(config) else [size for size in config.plan.cp_sizes if size < most]
-        if not sizes:
-            return found
-        smaller = replace(config, plan=replace(config.plan, cp_sizes=sizes))
-        return with_finalists_scheduled(search_plans(smaller, *about[1:]), smaller, *about[1:])
+        return None
     chosen, _ = min(scheduled, key=lambda own: own[1])
     candidates = found.candidates if chosen in found.candidates else [*found.candidates, chosen]
     candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
@@ -124,15 +154,25 @@ def _of_llm(plan: Plan) -> Hashable:
 def _scheduled_s(
     candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> float:
-    """The mean step time of scheduled batches; infinite where they do not fit into memory, or where it is below
-    `least_s` and other batches do not."""
+    """As `_mean_step_s`, and infinite where batches do not fit into memory."""
+    try:
+        return _mean_step_s(candidate, least_s, config, spec, costs, samples)
+    except UserError:
+        return np.inf
+
+
+def _mean_step_s(
+    candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> float:
+    """The mean step time of scheduled batches.
+
+    Raises:
+        UserError: where they do not fit into memory, or where it is below `least_s` and other batches do not.
+    """
     with _scheduler(candidate.plan, config, spec, costs, samples).open() as scheduler:
-        try:
-            step_s = float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
-            if step_s < least_s:
-                _require_fit(scheduler)
-        except UserError:
-            return np.inf
+        step_s = float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
+        if step_s < least_s:
+            _require_fit(scheduler)
     return step_s
 
 

@@ -70,6 +70,32 @@ def test_a_plan_whose_batches_fit_in_no_schedule_gets_more_recomputed_layers(sea
             scheduler.check(200)
 
 
+@pytest.fixture
+def without_room(search):
+    """A search that found only the plan that keeps most on a device, and a config with nine tenths of that."""
+    found = search(make_config(4, 8))
+    fullest = max(found.candidates, key=lambda own: max(own.memory_bytes.values()))
+    memory_gib = 0.9 * max(fullest.memory_bytes.values()) / 2**30
+    config = make_config(4, 8, memory_gib=memory_gib, fixed={"checkpointing": False})
+    return replace(found, candidates=[fullest]), config
+
+
+def test_where_no_finalist_fits_plans_are_searched_that_keep_less(without_room, tiny_spec, costs, samples):
+    found, config = without_room
+    chosen = with_finalists_scheduled(found, config, tiny_spec, costs, samples).best
+    assert chosen.plan not in [own.plan for own in found.candidates]
+    pricer = pricer_of(chosen.plan, config, tiny_spec, costs)
+    batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+    BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).check(200)
+
+
+def test_where_no_plan_fits_there_is_no_choice(without_room, tiny_spec, costs, samples):
+    found, config = without_room
+    config = replace(config, cluster=replace(config.cluster, memory_gib=config.cluster.memory_gib / 20))
+    with pytest.raises(UserError, match=r"`cluster\.memory_gib` is 0\.0012"):
+        with_finalists_scheduled(found, config, tiny_spec, costs, samples)
+
+
 def test_a_plan_that_is_priced_four_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):
     found = search(make_config(4, 8))
     first, *others = found.candidates
