@@ -1,5 +1,6 @@
 """Each system's step time on the same batches, costs and cluster, by the same simulator."""
 
+import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,10 @@ from dflop.comparison.systems import SYSTEMS
 from dflop.config import Config
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.schedule import BatchScheduler, GlobalBatches, Pricer, StepSchedule, fits, fitted, schedule_of
+from dflop.plan import Plan
+from dflop.schedule import Assignment, BatchScheduler, GlobalBatches, Pricer, StepSchedule, fits, fitted, schedule_of
 from dflop.search import GroupedBatches, pricer_of, search_plans, with_finalists_scheduled
-from dflop.search.levels import with_all_recomputed
+from dflop.search.levels import with_more_recomputed
 from dflop.shapes import SampleShapes
 
 __all__ = [
@@ -114,30 +116,40 @@ def fastest_that_fits(
     """The pricer of the system's fastest plan that holds the batches of these steps, and its schedules of them.
 
     A plan's speed is its mean step time over the first `NUM_TRIED` batches of `shapes`, assigned by the system's own
-    policy. Where no plan fits, all layers are recomputed, unless the system rules it out: whoever runs out of memory
-    does that.
+    policy, whether they fit or not. Where one of `shapes` does not fit, a few layers more are recomputed, unless the
+    system rules it out: whoever runs out of memory does that. Only where no plan holds all batches, even with all
+    layers recomputed, samples change places.
 
     Raises:
         UserError: saying why no plan fits.
     """
-    plans = {str(plan): plan for plan in (own.plan for own in system.plans(config, spec, costs, samples))}
-    again = {str(plan): plan for plan in map(with_all_recomputed, plans.values())} if system.recomputes(config) else {}
-    why_not = "no plan of the kind fits into memory"
-    for some in (plans, {name: plan for name, plan in again.items() if name not in plans}):
-        tried: list[tuple[float, Pricer]] = []
-        for plan in some.values():
+    trained = config.model.trained.among(spec.modules)
+    waiting: list[tuple[float, int, Pricer]] = []
+    seen: set[str] = set()
+
+    def add(plan: Plan) -> None:
+        if str(plan) not in seen:
+            seen.add(str(plan))
             pricer = pricer_of(plan, config, spec, costs)
-            try:
-                first = [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
-            except UserError as error:
-                why_not = str(error)
-            else:
-                tried.append((fmean(step.step_s for step in first), pricer))
-        for _, pricer in sorted(tried, key=lambda pair: pair[0]):
-            try:
-                return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
-            except UserError as error:  # a plan that the system's own assignments of these batches do not fit into
-                why_not = f"{pricer.plan}: {error}"
+            first = (_as_grouped(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED))
+            heapq.heappush(waiting, (fmean(schedule.step_s for schedule in first), len(seen), pricer))
+
+    for candidate in system.plans(config, spec, costs, samples):
+        add(candidate.plan)
+    tight = []
+    while waiting:
+        _, _, pricer = heapq.heappop(waiting)
+        if all(_fits(system, pricer, own, config.seed, step) for step, own in shapes.items()):
+            return pricer, [_as_grouped(system, pricer, shapes[step], config.seed, step) for step in steps]
+        tight.append(pricer)
+        if system.recomputes(config):
+            add(with_more_recomputed(pricer.plan, spec, trained))
+    why_not = "no plan of the kind fits into memory"
+    for pricer in tight:
+        try:
+            return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
+        except UserError as error:
+            why_not = f"{pricer.plan}: {error}"
     raise UserError(why_not)
 
 
@@ -148,15 +160,34 @@ def scheduled_by(system: System, pricer: Pricer, shapes: SampleShapes, seed: int
     Raises:
         UserError: when no assignment is found that fits into memory.
     """
+    assignment, deciding_s, rng = _grouped_by(system, pricer, shapes, seed, step)
+    status = ""
+    if not fits(pricer, shapes, assignment):
+        assignment, status = fitted(pricer, shapes, [assignment], rng), _MADE_TO_FIT
+    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
+
+
+def _as_grouped(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
+    """As `scheduled_by`, whether the batch fits into memory or not."""
+    assignment, deciding_s, _ = _grouped_by(system, pricer, shapes, seed, step)
+    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status="", deciding_s=deciding_s)
+
+
+def _fits(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> bool:
+    assignment, _, _ = _grouped_by(system, pricer, shapes, seed, step)
+    return fits(pricer, shapes, assignment)
+
+
+def _grouped_by(
+    system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int
+) -> tuple[Assignment, float, np.random.Generator]:
+    """A system's assignment of a batch, the seconds to find it, and the generator of random numbers as it is then."""
     rng = np.random.default_rng([seed, step])
     # Made before the clock starts, since every system gets it.
     problem = replace(pricer.problem(shapes), max_bucket_tokens=None)
     started = time.perf_counter()
     assignment = pricer.assign(shapes, *np.divmod(system.policy.buckets(problem, rng), problem.num_microbatches))
-    deciding_s, status = time.perf_counter() - started, ""
-    if not fits(pricer, shapes, assignment):
-        assignment, status = fitted(pricer, shapes, [assignment], rng), _MADE_TO_FIT
-    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
+    return assignment, time.perf_counter() - started, rng
 
 
 def _our_row(

@@ -22,13 +22,13 @@ from dflop.base import UserError
 from dflop.config import Config, ScheduleConfig
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
-from dflop.plan import PLACEMENTS, Plan
+from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.cp_sizes import search_plans
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.levels import Levels
+from dflop.search.levels import with_more_recomputed
 from dflop.search.space import is_cp_pinned
 from dflop.shapes import SampleShapes
 
@@ -40,8 +40,6 @@ _NUM_BATCHES = 2
 _NUM_FULLEST, _MOST_STEPS = 2, 200
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts.
 _MOST_SAMPLES = 2048
-# Where batches do not fit, a device recomputes a fourth of its layers more, of the LLM a 16th.
-_PARTS = 4, 16
 # Where no finalist's batches fit, plans are searched for such parts of a device's memory.
 _LESS_MEMORY = 0.95, 0.85, 0.7
 
@@ -121,29 +119,16 @@ def _with_room(
     pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
     if np.isfinite(step_s) or pinned:
         return candidate, step_s
+    trained = config.model.trained.among(spec.modules)
     pricer = PlanPricer(plan, *about, GroupedBatches(*about, samples, cp), LPT)
     while not np.isfinite(step_s):
-        pricer, before = pricer.recomputing(_recomputing_more(pricer, config, spec)), pricer
+        more = with_more_recomputed(pricer.plan, spec, trained, spares_attention=pricer.spares_attention)
+        pricer, before = pricer.recomputing(more), pricer
         if pricer.plan == before.plan:
             break
         candidate = replace(pricer.candidate(), bottleneck="memory")
         step_s = _scheduled_s(candidate, least_s, *about, samples)
     return candidate, step_s
-
-
-def _recomputing_more(pricer: PlanPricer, config: Config, spec: ModelSpec) -> Plan:
-    """The plan with a few layers of each device recomputed in addition to those that are: of encoders on the LLM's
-    ranks as long as there are such layers, then of the LLM."""
-    trained = config.model.trained.among(spec.modules)
-    levels = Levels(pricer.plan, spec, trained, spares_attention=pricer.spares_attention)
-    more = {
-        module: np.minimum(now - (-levels.most[module] // _PARTS[module == "llm"]), levels.most[module])
-        for module, now in levels.now.items()
-    }
-    has_encoders_left = any((more[module] > now).any() for module, now in levels.now.items() if module != "llm")
-    if PLACEMENTS[pricer.plan.placement].shares_ranks and has_encoders_left:
-        more["llm"] = levels.now["llm"]
-    return levels.plan_at(more)
 
 
 def _of_llm(plan: Plan) -> Hashable:

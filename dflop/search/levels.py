@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop.models import ModelSpec
-from dflop.plan import Plan
+from dflop.plan import PLACEMENTS, Plan
 from dflop.plan.trained import TrainedSet
 
 __all__ = [
@@ -24,10 +24,13 @@ __all__ = [
     "Recomputed",
     "at_levels",
     "of_stages",
-    "with_all_recomputed",
+    "with_more_recomputed",
     "with_recomputed",
     "without_recomputed",
 ]
+
+# A few layers more are a fourth of a device's layers of an encoder, and a 16th of the LLM's.
+_PARTS = 4, 16
 
 # By module, a level on each of its pipeline ranks, [pp].
 Counts = Mapping[str, np.ndarray]
@@ -101,10 +104,18 @@ def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_atten
     return replace(plan, grids=tuple(grids), checkpointing=True)
 
 
-def with_all_recomputed(plan: Plan) -> Plan:
-    """The plan with all layers recomputed as a whole."""
-    grids = tuple(replace(grid, recomputed=(), attention_kept=(), offloaded=()) for grid in plan.grids)
-    return replace(plan, grids=grids, checkpointing=True)
+def with_more_recomputed(plan: Plan, spec: ModelSpec, trained: TrainedSet, *, spares_attention: bool = False) -> Plan:
+    """The plan with a few layers of each device recomputed in addition to those that are: of encoders on the LLM's
+    ranks as long as there are such layers, then of the LLM. The same plan where all are."""
+    levels = Levels(plan, spec, trained, spares_attention=spares_attention)
+    more = {
+        module: np.minimum(now - (-levels.most[module] // _PARTS[module == "llm"]), levels.most[module])
+        for module, now in levels.now.items()
+    }
+    has_encoders_left = any((more[module] > now).any() for module, now in levels.now.items() if module != "llm")
+    if PLACEMENTS[plan.placement].shares_ranks and has_encoders_left:
+        more["llm"] = levels.now["llm"]
+    return levels.plan_at(more)
 
 
 def without_recomputed(plan: Plan) -> Plan:

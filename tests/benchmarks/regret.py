@@ -26,7 +26,14 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
-from dflop.search import best_first, leave_out_what_no_plan_holds, pricer_of, search_plans, with_finalists_scheduled
+from dflop.search import (
+    best_first,
+    final_choice,
+    leave_out_what_no_plan_holds,
+    pricer_of,
+    search_plans,
+    with_finalists_scheduled,
+)
 from dflop.shapes import SampleShapes
 
 MODELS = {"llava_ov_7b": "llava_onevision", "qwen2_5_vl_7b": "qwen2_5_vl"}
@@ -104,13 +111,15 @@ def regret(
 def scheduled_s(
     plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, times_trials: int
 ) -> float:
-    """The mean step of the first batches with so many times the trials of training; infinite where one does not fit."""
+    """The mean step of the first batches with so many times the trials of training; infinite where one of these does
+    not fit, or one of those that a chosen plan has to hold."""
     batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     schedule = ScheduleConfig(policy="search")
     schedule = replace(schedule, search_trials=times_trials * schedule.search_trials)
     pricer = pricer_of(plan, config, spec, costs)
     with BatchScheduler(samples, pricer, batches, schedule, config.seed).open() as scheduler:
         try:
+            final_choice._require_fit(scheduler)
             return float(np.mean([scheduler.schedule(step).step_s for step in range(NUM_BATCHES)]))
         except UserError:
             return np.inf

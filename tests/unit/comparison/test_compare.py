@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop.balance import RANDOM, Policy
-from dflop.base import UserError
+from dflop.balance import RANDOM
 from dflop.comparison import (
     OURS,
     SYSTEMS,
@@ -19,13 +18,11 @@ from dflop.comparison import (
     comparison_text,
     systems_of,
 )
-from dflop.comparison.compare import NUM_TRIED
 from dflop.comparison.system import System
 from dflop.config import load_config
 from dflop.plan import PLACEMENTS
 from dflop.report.comparison import plot_comparison
 from dflop.schedule import Pricer
-from dflop.search.levels import with_all_recomputed
 
 
 def make_config(memory_gib: float, today: dict | None = None, devices: int = 4):
@@ -108,32 +105,21 @@ def test_a_system_that_nothing_fits_of_says_so(inputs):
 TODAY = {"llm": {"tp": 1, "pp": 2, "dp": 2}, "num_microbatches": 4}
 
 
-class _Refuses(Policy):
-    """Groups at random, but says of one of the problems that it is asked for, by its number, that it does not fit."""
-
-    name = "refuses"
-
-    def __init__(self, number: int) -> None:
-        self.number, self.num_asked = number, 0
-
-    def buckets(self, problem, rng):
-        self.num_asked += 1
-        if self.num_asked == self.number + 1:
-            raise UserError("this batch does not fit")
-        return RANDOM.buckets(problem, rng)
-
-
-def test_a_system_whose_fastest_plan_cannot_hold_a_later_batch_gets_its_next_one_or_recomputes_all(inputs):
-    fastest, next_one = SYSTEMS[0].plans(*inputs)[:2]
-    system = System(name="tight", plans=lambda *_: [fastest, next_one], policy=_Refuses(2 * NUM_TRIED))
-    row, _ = compare_systems(*inputs, num_batches=2, systems=[system])
-    assert (row.plan, row.why_not, len(row.steps_s)) == (str(next_one.plan), None, 2)
-    system = System(name="tight", plans=lambda *_: [fastest], policy=_Refuses(NUM_TRIED))
-    alone, _ = compare_systems(*inputs, num_batches=2, systems=[system])
-    assert alone.plan == str(with_all_recomputed(fastest.plan))
-    system = replace(system, policy=_Refuses(NUM_TRIED), recomputes=lambda _: False)
-    alone, _ = compare_systems(*inputs, num_batches=2, systems=[system])
-    assert alone.why_not == f"{fastest.plan}: this batch does not fit"
+def test_a_system_whose_batches_do_not_fit_recomputes_more_layers_if_it_may(inputs):
+    config, spec, costs, samples = inputs
+    fastest = next(own for own in SYSTEMS[0].plans(*inputs) if not own.plan.checkpointing)
+    system = System(name="tight", plans=lambda *_: [fastest], policy=RANDOM)
+    roomy, _ = compare_systems(*inputs, num_batches=2, systems=[system])
+    assert (roomy.plan, roomy.num_fitted) == (str(fastest.plan), 0)
+    tight = replace(config, cluster=replace(config.cluster, memory_gib=0.97 * roomy.memory_bytes / 2**30))
+    row, _ = compare_systems(tight, spec, costs, samples, num_batches=2, systems=[system])
+    assert "checkpointing" in row.plan
+    assert row.num_fitted == 0
+    assert row.memory_bytes <= 0.97 * roomy.memory_bytes
+    assert row.step_s > roomy.step_s
+    system = replace(system, recomputes=lambda _: False)
+    row, _ = compare_systems(tight, spec, costs, samples, num_batches=2, systems=[system])
+    assert row.why_not.startswith(f"{fastest.plan}: no assignment of the batch was found")
 
 
 def test_the_layout_of_today_is_a_row_where_the_config_names_one():
