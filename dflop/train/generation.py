@@ -13,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from dflop.config import Config, select_keys
-from dflop.models import weights_digest
+from dflop.models import model_digest, weights_digest
 from dflop.schedule import Pricer, prices_digest
 
 __all__ = ["Generation", "generation_of"]
 
 # To be increased when older checkpoints can no longer be read.
 _CHECKPOINT_FORMAT = 6
-# A checkpoint from before this was written says nothing of it.
+# Digests of files, and the keys that say where these lie. A key is compared only where one of two checkpoints has no
+# digest: earlier versions wrote fewer.
 _BEGINS_WITH = "the weights that training begins with"
-_WEIGHTS = "model.weights"  # where they lie; their digest is compared where the checkpoint has one
 _GOES_ON_FROM = "the adapters that training begins with"
+_MODELS_FILES = "the model's configs, tokenizer and templates"
+_DIGESTS = {
+    _BEGINS_WITH: ("model.weights",),
+    _GOES_ON_FROM: ("model.adapter",),
+    _MODELS_FILES: ("model.path", "model.tokenizer"),
+}
 # The digest of its samples is compared, but other ones left out are no reason to begin anew: batches keep their order.
 _LEFT_OUT = "the samples left out"
 _ORDER = "the others in the order of all"  # which earlier versions did not keep
@@ -75,9 +81,10 @@ class Generation:
         """The inputs of the weights that differ from those of an earlier generation, in words."""
         if not earlier.weights:
             return ["another version of dflop wrote the checkpoint"]
-        names = ((self.weights.keys() - {_BEGINS_WITH}) | earlier.weights.keys()) - {_LEFT_OUT}
-        if _BEGINS_WITH in self.weights.keys() & earlier.weights.keys():
-            names.remove(_WEIGHTS)
+        names = (self.weights.keys() | earlier.weights.keys()) - {_LEFT_OUT}
+        in_both = self.weights.keys() & earlier.weights.keys()
+        for digest, places in _DIGESTS.items():
+            names -= set(places) if digest in in_both else {digest}
         return [
             _change(name, _value(name, earlier.weights), _value(name, self.weights))
             for name in sorted(names)
@@ -111,6 +118,8 @@ def generation_of(
         weights[_BEGINS_WITH] = weights_digest(Path(begins_with))
     if config.model.adapter:
         weights[_GOES_ON_FROM] = weights_digest(Path(config.model.adapter))
+    if config.model.path or config.model.tokenizer:
+        weights[_MODELS_FILES] = model_digest(config.model)
     free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
     written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
     return Generation(written, prices_digest(pricer))

@@ -1,6 +1,7 @@
 """What makes a run another run, what becomes of the old one's outputs, and what a summary is of."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,18 @@ def test_the_same_data_and_weights_at_another_place_are_the_same_run(generate, t
     for place in places:
         place.mkdir()
         save_file({"llm": np.zeros(3)}, place / "model.safetensors")
+        (place / "config.json").write_text("{}")
         source = {"path": f"{place}/a.json", "media_root": str(place)}
-        moved.append(generate({"data": {"sources": [source]}, "model": {"weights": str(place)}}))
+        folders = dict.fromkeys(("path", "tokenizer", "weights", "adapter"), str(place))
+        moved.append(generate({"data": {"sources": [source]}, "model": folders}))
     assert not moved[1].changes_since(moved[0])
+    (places[1] / "config.json").write_text('{"eps": 1e-5}')
+    other = generate({"data": {"sources": [source]}, "model": folders})
+    assert other.changes_since(moved[0]) == ["the model's configs, tokenizer and templates changed"]
+    without_digest = {name: value for name, value in moved[0].weights.items() if "tokenizer and templates" not in name}
+    earlier_version = replace(moved[0], weights=without_digest)
+    assert not moved[0].changes_since(earlier_version)
+    assert len(moved[1].changes_since(earlier_version)) == 2
 
 
 def test_more_steps_and_faster_loading_make_no_other_run(generate):
