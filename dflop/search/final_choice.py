@@ -34,8 +34,9 @@ from dflop.shapes import SampleShapes
 
 __all__ = ["with_finalists_scheduled"]
 
-# One batch may favour a plan that is slower on the mean of others, by more than finalists differ.
-_NUM_BATCHES = 2
+# One batch may favour a plan that is slower on the mean of others, by more than finalists differ. It hardly does so by
+# a hundredth of the step.
+_NUM_BATCHES, _CLEARLY = 2, 0.01
 # The batches of so many steps have to fit; where replicas share samples, so many of the fullest of an epoch.
 _NUM_FULLEST, _MOST_STEPS = 2, 200
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts.
@@ -64,7 +65,7 @@ def with_finalists_scheduled(
             continue
         if chosen := _chosen(found_there, *about):
             return replace(chosen, larger=found.larger, with_more=None)
-    _mean_step_s(found.best, np.inf, *about)
+    _steps_s(found.best, None, *about)
     return found
 
 
@@ -96,39 +97,44 @@ def _chosen(
         with suppress(UserError), _scheduler(found.best.plan, *about).open() as scheduler:
             _require_fit(scheduler)
             return found
-    scheduled: list[tuple[Candidate, float]] = []
+    chosen, steps_s = None, None
     for candidate in finalists:
-        least_s = min((step_s for _, step_s in scheduled), default=np.inf)
-        scheduled.append(_with_room(candidate, least_s, *about))
-    if not any(np.isfinite(step_s) for _, step_s in scheduled):
+        roomy, its_steps_s = _with_room(candidate, steps_s, *about)
+        if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
+            chosen, steps_s = roomy, its_steps_s
+    if chosen is None:
         return None
-    chosen, _ = min(scheduled, key=lambda own: own[1])
     candidates = found.candidates if chosen in found.candidates else [*found.candidates, chosen]
     candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
     return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
 
 
 def _with_room(
-    candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> tuple[Candidate, float]:
-    """The candidate and its scheduled step. If its batches do not fit into memory, it gets more recomputed layers until
-    they do, or it is slower than `least_s`; the step is infinite where that does not help."""
+    candidate: Candidate,
+    best_s: np.ndarray | None,
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+) -> tuple[Candidate, np.ndarray | None]:
+    """The candidate and its `_steps_s`. If its batches do not fit into memory, it gets more recomputed layers until
+    they do; None where that does not help."""
     about = config, spec, costs
-    step_s, plan = _scheduled_s(candidate, least_s, *about, samples), candidate.plan
-    cp = plan.grid("llm").cp
-    pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    if np.isfinite(step_s) or pinned:
-        return candidate, step_s
+    with suppress(UserError):
+        return candidate, _steps_s(candidate, best_s, *about, samples)
+    if config.plan.fixed is not None and config.plan.fixed.checkpointing is not None:
+        return candidate, None
     trained = config.model.trained.among(spec.modules)
-    pricer = PlanPricer(plan, *about, GroupedBatches(*about, samples, cp), LPT)
-    while not np.isfinite(step_s):
+    cp = candidate.plan.grid("llm").cp
+    pricer = PlanPricer(candidate.plan, *about, GroupedBatches(*about, samples, cp), LPT)
+    while True:
         more = with_more_recomputed(pricer.plan, spec, trained, spares_attention=pricer.spares_attention)
-        pricer, before = pricer.recomputing(more), pricer
-        if pricer.plan == before.plan:
-            break
+        if more == pricer.plan:
+            return candidate, None
+        pricer = pricer.recomputing(more)
         candidate = replace(pricer.candidate(), bottleneck="memory")
-        step_s = _scheduled_s(candidate, least_s, *about, samples)
-    return candidate, step_s
+        with suppress(UserError):
+            return candidate, _steps_s(candidate, best_s, *about, samples)
 
 
 def _of_llm(plan: Plan) -> Hashable:
@@ -136,29 +142,31 @@ def _of_llm(plan: Plan) -> Hashable:
     return plan.placement, plan.schedule, plan.num_chunks, plan.num_microbatches, plan.grid("llm")
 
 
-def _scheduled_s(
-    candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> float:
-    """As `_mean_step_s`, and infinite where batches do not fit into memory."""
-    try:
-        return _mean_step_s(candidate, least_s, config, spec, costs, samples)
-    except UserError:
-        return np.inf
-
-
-def _mean_step_s(
-    candidate: Candidate, least_s: float, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> float:
-    """The mean step time of scheduled batches.
+def _steps_s(
+    candidate: Candidate,
+    best_s: np.ndarray | None,
+    config: Config,
+    spec: ModelSpec,
+    costs: CostModel,
+    samples: SampleShapes,
+) -> np.ndarray:
+    """The step times of scheduled batches, [_NUM_BATCHES]. Where the first is clearly longer than that of the best plan
+    so far, `best_s`, the others are taken to be as much longer.
 
     Raises:
-        UserError: where they do not fit into memory, or where it is below `least_s` and other batches do not.
+        UserError: where they do not fit into memory, or where they are shorter than `best_s` and other batches do not.
     """
+    checks_first = best_s is None or candidate.plan.grid("llm").cp > 1  # which then is the quicker part
     with _scheduler(candidate.plan, config, spec, costs, samples).open() as scheduler:
-        step_s = float(np.mean([scheduler.schedule(step).step_s for step in range(_NUM_BATCHES)]))
-        if step_s < least_s:
+        if checks_first:
             _require_fit(scheduler)
-    return step_s
+        steps_s = np.array([scheduler.schedule(0).step_s])
+        if best_s is not None and steps_s[0] > (1 + _CLEARLY) * best_s[0]:
+            return best_s * (steps_s[0] / best_s[0])
+        steps_s = np.array([*steps_s, *(scheduler.schedule(step).step_s for step in range(1, _NUM_BATCHES))])
+        if not checks_first and steps_s.mean() < best_s.mean():
+            _require_fit(scheduler)
+    return steps_s
 
 
 def _require_fit(scheduler: BatchScheduler) -> None:
@@ -172,7 +180,7 @@ def _require_fit(scheduler: BatchScheduler) -> None:
         scheduler.check(_MOST_STEPS)
     else:
         for step in scheduler.fullest(min(_MOST_STEPS, scheduler.batches.steps_in(1.0)), _NUM_FULLEST):
-            scheduler.schedule(step)
+            scheduler.schedule(step, LPT.name)  # fits if a search's schedule does, which takes longer
 
 
 def _scheduler(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BatchScheduler:

@@ -29,8 +29,8 @@ __all__ = [
     "without_recomputed",
 ]
 
-# A few layers more are a fourth of a device's layers of an encoder, and a 16th of the LLM's.
-_PARTS = 4, 16
+# A few layers more are an eighth of a device's layers of an encoder, and a 16th of the LLM's.
+_PARTS = 8, 16
 
 # By module, a level on each of its pipeline ranks, [pp].
 Counts = Mapping[str, np.ndarray]
