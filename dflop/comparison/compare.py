@@ -3,6 +3,7 @@
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -117,8 +118,8 @@ def fastest_that_fits(
 
     A plan's speed is its mean step time over the first `NUM_TRIED` batches of `shapes`, assigned by the system's own
     policy, whether they fit or not. Where one of `shapes` does not fit, a few layers more are recomputed, unless the
-    system rules it out: whoever runs out of memory does that. Only where no plan holds all batches, even with all
-    layers recomputed, samples change places.
+    system rules it out: whoever runs out of memory does that. Samples change places before that where the system
+    `moves_samples`, else only where no plan holds all batches, even with all layers recomputed.
 
     Raises:
         UserError: saying why no plan fits.
@@ -139,8 +140,8 @@ def fastest_that_fits(
     tight = []
     while waiting:
         _, _, pricer = heapq.heappop(waiting)
-        if all(_fits(system, pricer, own, config.seed, step) for step, own in shapes.items()):
-            return pricer, [_as_grouped(system, pricer, shapes[step], config.seed, step) for step in steps]
+        if all(_holds(system, pricer, own, config.seed, step) for step, own in shapes.items()):
+            return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
         tight.append(pricer)
         if system.recomputes(config):
             add(with_more_recomputed(pricer.plan, spec, trained))
@@ -173,7 +174,12 @@ def _as_grouped(system: System, pricer: Pricer, shapes: SampleShapes, seed: int,
     return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status="", deciding_s=deciding_s)
 
 
-def _fits(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> bool:
+def _holds(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> bool:
+    if system.moves_samples:
+        with suppress(UserError):
+            scheduled_by(system, pricer, shapes, seed, step)
+            return True
+        return False
     assignment, _, _ = _grouped_by(system, pricer, shapes, seed, step)
     return fits(pricer, shapes, assignment)
 

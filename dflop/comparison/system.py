@@ -40,8 +40,9 @@ class System:
     """One way to train, by its published description: `plans` finds its possible plans, `policy` groups a batch.
 
     Of several plans, the system gets the one that is fastest with its own `policy`. `baseline` is its name among the
-    baselines of `plan.yaml`; None where it is not one of them. `recomputes` says whether it may recompute all layers
-    where its plans do not fit.
+    baselines of `plan.yaml`; None where it is not one of them. `recomputes` says whether it may recompute more layers
+    where its batches do not fit. `moves_samples` says whether samples change places until a batch fits: in the favour
+    of systems that balance, which could know of memory, too, while batches as they are drawn know nothing.
     """
 
     name: str
@@ -49,6 +50,7 @@ class System:
     policy: Policy
     baseline: str | None = None
     recomputes: Callable[[Config], bool] = lambda _: True
+    moves_samples: bool = True
 
 
 def fastest_of(

@@ -16,4 +16,5 @@ SYSTEM = System(
     baseline="every device the whole model, length-grouped batches (FSDP-style)",
     plans=fastest_of(whole_on_every_device, policy=BY_LENGTH),
     policy=BY_LENGTH,
+    moves_samples=False,
 )

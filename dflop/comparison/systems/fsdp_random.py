@@ -30,4 +30,5 @@ SYSTEM = System(
     baseline="every device the whole model, random batches (FSDP-style)",
     plans=fastest_of(whole_on_every_device, policy=RANDOM),
     policy=RANDOM,
+    moves_samples=False,
 )

@@ -19,4 +19,5 @@ SYSTEM = System(
     baseline="monolithic, random batches (Megatron-style)",
     plans=fastest_of(WITHIN, policy=POLICY),
     policy=POLICY,
+    moves_samples=False,
 )

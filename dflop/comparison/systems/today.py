@@ -93,4 +93,5 @@ SYSTEM = System(
     plans=_plans,
     policy=megatron.POLICY,
     recomputes=lambda config: config.plan.today.checkpointing is None,
+    moves_samples=False,
 )
