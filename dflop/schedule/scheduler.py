@@ -153,7 +153,8 @@ class BatchScheduler:
         self, shapes: SampleShapes, step: int, policy: Policy
     ) -> tuple[SampleShapes, Assignment, str, int] | None:
         """The batch with its long samples shared or whole, whichever is faster, and as `_decide`; None where the plan
-        shares none, no sample is long, or nothing that was tried fits into memory."""
+        shares none, no sample is long, or nothing that was tried fits into memory. Whole samples are not made to fit
+        where shared ones do."""
         if self.pricer.divider is None:
             return None
         problem = self.pricer.problem(shapes)
@@ -163,7 +164,7 @@ class BatchScheduler:
         if shared is None or problem.loads_s.max() >= shared.step_s:  # the longest sample alone takes longer
             return shared and shared[:4]
         try:
-            whole = self._decide(shapes, problem, step, policy)
+            whole = self._decide(shapes, problem, step, policy, makes_fit=False)
         except UserError:  # whole samples do not fit
             return shared[:4]
         return shared[:4] if shared.step_s < self.pricer.step_s(shapes, whole[0]) else (shapes, *whole)
@@ -230,9 +231,13 @@ class BatchScheduler:
         return drawn, f"{policy.name}, beyond memory", 1
 
     def _decide(
-        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: Policy
+        self, shapes: SampleShapes, problem: BatchProblem, step: int, policy: Policy, *, makes_fit: bool = True
     ) -> tuple[Assignment, str, int]:
-        """The assignment, how it was found, and the number of faster ones that were not taken because of memory."""
+        """The assignment, how it was found, and the number of faster ones that were not taken because of memory.
+
+        Raises:
+            UserError: where no start fits into memory, or with `makes_fit`, can be made to fit.
+        """
         rng = np.random.default_rng([self._seed, step])
         problem, packings = _packed(problem, lambda unpacked: policy.packings(unpacked, rng, lambda: self._shares))
         place = self._ordered if policy.may_reorder else self._as_packed
@@ -251,8 +256,9 @@ class BatchScheduler:
         fitting = self._fastest_that_fits(shapes, problem, starts)
         num_beyond = sum(fitting is None or start.step_s < fitting.step_s for start in starts)
         if policy.searches:
-            return *self._searched(shapes, problem, starts, fitting, rng), num_beyond
+            return *self._searched(shapes, problem, starts, fitting, rng, makes_fit=makes_fit), num_beyond
         if fitting is None:
+            _require(makes_fit)
             fastest = min(starts, key=lambda start: start.step_s)
             return fitted(self.pricer, shapes, [fastest.assignment], rng), f"{fastest.name}, made to fit", num_beyond
         return fitting.assignment, fitting.name, num_beyond
@@ -264,6 +270,8 @@ class BatchScheduler:
         starts: list["_Start"],
         fitting: "_Start | None",
         rng: np.random.Generator,
+        *,
+        makes_fit: bool,
     ) -> tuple[Assignment, str]:
         """The result of the step search from the fastest start that fits, and how it was found.
 
@@ -273,6 +281,7 @@ class BatchScheduler:
         if fitting is None or fitting.step_s > min(start.step_s for start in starts):
             starts = [*starts, *self._with_flatter_ends(shapes, problem)]
             fitting = self._fastest_that_fits(shapes, problem, starts)
+        _require(fitting is not None or makes_fit)
         start = fitting or min(
             starts, key=lambda start: max(self.pricer.memory_bytes(shapes, start.assignment).values())
         )
@@ -402,6 +411,11 @@ def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tu
     except UserError:
         problem = replace(problem, max_bucket_tokens=None)
         return problem, pack(problem)
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise UserError("no start of the batch fits into memory")
 
 
 def _orders(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:

@@ -16,6 +16,8 @@ __all__ = ["FILLS", "deal_shares", "degrees_of", "most_shares"]
 
 # The largest share of a mean bucket's load that a share has, in turn.
 FILLS = (1.0, 0.5, 0.25, 0.1, 0.05)
+# So many replicas, or as many as a sample has shares, are looked at together where samples are dealt.
+_BLOCK = 16
 
 
 def degrees_of(loads: np.ndarray, shapes: SampleShapes, num_buckets: int, cp: int, fill: float) -> np.ndarray:
@@ -61,39 +63,80 @@ def deal_shares(
 
 @kernel
 def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
+    """The scan of all cells for each sample is what takes time: 8,192 samples on 1,024 replicas have 30 million. So a
+    block of replicas is passed over where its least held cell could not be better than the best so far."""
     num_replicas, num_microbatches, num_meeting = sizes
     num_rows, num_loads = loads.shape
+    size_of_block = max(_BLOCK, degree.max())
+    num_blocks = (num_replicas + size_of_block - 1) // size_of_block
     replica, microbatch = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
     held = np.zeros((num_replicas, num_microbatches, num_loads))
     filled = np.zeros((num_replicas, num_microbatches))
     slowest = np.zeros((num_replicas // num_meeting, num_microbatches))
     totals = np.zeros(num_replicas // num_meeting)
+    # Of each block: the least held and filled, the least total and the slowest of its groups.
+    least_held = np.zeros((num_blocks, num_microbatches, num_loads))
+    least_filled = np.zeros((num_blocks, num_microbatches))
+    least_totals, most_slowest = np.zeros(num_blocks), np.zeros((num_blocks, num_microbatches))
+    may_be_best, largest = np.zeros(num_microbatches, dtype=np.bool_), np.zeros(num_loads)
     num_empty = num_replicas * num_microbatches
     for number in range(len(order)):
         sample = order[number]
         size, row = degree[sample], first[sample]
         fills_empty = num_empty >= len(order) - number  # the samples that are left just fill the empty buckets
-        best, least, least_after, is_full = 0, np.inf, np.inf, True
-        for cell in range(num_microbatches * (num_replicas // size)):
-            begin, own = cell // num_microbatches * size, cell % num_microbatches
-            group, after, exceeds = begin // num_meeting, 0.0, False
-            for place in range(size):
-                exceeds = exceeds or (fills_empty and filled[begin + place, own] > 0.0)
-                held_bytes = filled[begin + place, own]
-                exceeds = exceeds or (held_bytes > 0.0 and held_bytes + row_bytes[row + place] > most_bytes)
+        best_begin, best_own, least, least_after, is_full = 0, 0, np.inf, np.inf, True
+        least_bytes = row_bytes[row : row + size].min()
+        for load in range(num_loads):
+            largest[load] = loads[row : row + size, load].max()
+        for block in range(num_blocks):
+            end = min(num_replicas, (block + 1) * size_of_block)
+            may_any = False
+            for own in range(num_microbatches):
+                after = 0.0
                 for load in range(num_loads):
-                    after = max(after, held[begin + place, own, load] + loads[row + place, load])
-            total = totals[group] + max(0.0, after - slowest[group, own])
-            is_shorter = total < least or (total == least and after < least_after)
-            if (exceeds == is_full and is_shorter) or (is_full and not exceeds):
-                best, least, least_after, is_full = cell, total, after, exceeds
-        begin, own = best // num_microbatches * size, best % num_microbatches
-        totals[begin // num_meeting] = least
-        slowest[begin // num_meeting, own] = max(slowest[begin // num_meeting, own], least_after)
+                    after = max(after, least_held[block, own, load] + largest[load])
+                total = least_totals[block] + max(0.0, after - most_slowest[block, own])
+                held_bytes = least_filled[block, own]
+                may_fit = held_bytes == 0.0 or not (fills_empty or held_bytes + least_bytes > most_bytes)
+                is_shorter = total < least or (total == least and after < least_after)
+                may_be_best[own] = may_fit if is_full and not is_shorter else is_shorter and (is_full or may_fit)
+                may_any = may_any or may_be_best[own]
+            if not may_any:
+                continue
+            for begin in range(block * size_of_block, end - size + 1, size):
+                group = begin // num_meeting
+                for own in range(num_microbatches):
+                    if not may_be_best[own]:
+                        continue
+                    after, exceeds = 0.0, False
+                    for place in range(size):
+                        held_bytes = filled[begin + place, own]
+                        exceeds = exceeds or (fills_empty and held_bytes > 0.0)
+                        exceeds = exceeds or (held_bytes > 0.0 and held_bytes + row_bytes[row + place] > most_bytes)
+                        for load in range(num_loads):
+                            after = max(after, held[begin + place, own, load] + loads[row + place, load])
+                    total = totals[group] + max(0.0, after - slowest[group, own])
+                    is_shorter = total < least or (total == least and after < least_after)
+                    if (exceeds == is_full and is_shorter) or (is_full and not exceeds):
+                        best_begin, best_own, least, least_after, is_full = begin, own, total, after, exceeds
+        begin, own = best_begin, best_own
+        group = begin // num_meeting
+        totals[group] = least
+        slowest[group, own] = max(slowest[group, own], least_after)
         for place in range(size):
             replica[row + place], microbatch[row + place] = begin + place, own
             num_empty -= filled[begin + place, own] == 0.0
             filled[begin + place, own] += row_bytes[row + place]
             for load in range(num_loads):
                 held[begin + place, own, load] += loads[row + place, load]
+        for block in range(begin // size_of_block, (begin + size - 1) // size_of_block + 1):
+            place, end = block * size_of_block, min(num_replicas, (block + 1) * size_of_block)
+            least_filled[block, own] = filled[place:end, own].min()
+            for load in range(num_loads):
+                least_held[block, own, load] = held[place:end, own, load].min()
+        for block in range(group * num_meeting // size_of_block, ((group + 1) * num_meeting - 1) // size_of_block + 1):
+            one, end = block * size_of_block // num_meeting, min(num_replicas, (block + 1) * size_of_block)
+            other = (end - 1) // num_meeting + 1
+            least_totals[block] = totals[one:other].min()
+            most_slowest[block, own] = slowest[one:other, own].max()
     return replica, microbatch

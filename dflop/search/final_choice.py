@@ -35,11 +35,12 @@ from dflop.shapes import SampleShapes
 __all__ = ["with_finalists_scheduled"]
 
 # One batch may favour a plan that is slower on the mean of others, by more than finalists differ. It hardly does so by
-# a hundredth of the step.
+# a hundredth of the step, or where it has many samples.
 _NUM_BATCHES, _CLEARLY = 2, 0.01
 # The batches of so many steps have to fit; where replicas share samples, so many of the fullest of an epoch.
 _NUM_FULLEST, _MOST_STEPS = 2, 200
-# A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts.
+# A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
+# where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
 # Where no finalist's batches fit, plans are searched for such parts of a device's memory.
 _LESS_MEMORY = 0.95, 0.85, 0.7
@@ -150,20 +151,23 @@ def _steps_s(
     costs: CostModel,
     samples: SampleShapes,
 ) -> np.ndarray:
-    """The step times of scheduled batches, [_NUM_BATCHES]. Where the first is clearly longer than that of the best plan
-    so far, `best_s`, the others are taken to be as much longer.
+    """The step times of scheduled batches, [_NUM_BATCHES], or [1] of large ones. Where the first is clearly longer than
+    that of the best plan so far, `best_s`, the others are taken to be as much longer.
 
     Raises:
         UserError: where they do not fit into memory, or where they are shorter than `best_s` and other batches do not.
     """
-    checks_first = best_s is None or candidate.plan.grid("llm").cp > 1  # which then is the quicker part
+    is_large = config.train.global_batch_size > _MOST_SAMPLES
+    shares = candidate.plan.grid("llm").cp > 1
+    checks_first = best_s is None or (shares and not is_large)  # which then takes less time than the searches
     with _scheduler(candidate.plan, config, spec, costs, samples).open() as scheduler:
         if checks_first:
             _require_fit(scheduler)
-        steps_s = np.array([scheduler.schedule(0).step_s])
-        if best_s is not None and steps_s[0] > (1 + _CLEARLY) * best_s[0]:
-            return best_s * (steps_s[0] / best_s[0])
-        steps_s = np.array([*steps_s, *(scheduler.schedule(step).step_s for step in range(1, _NUM_BATCHES))])
+        first_s = scheduler.schedule(0).step_s
+        if best_s is not None and first_s > (1 + _CLEARLY) * best_s[0]:
+            return best_s * (first_s / best_s[0])
+        others = range(1, 1 if is_large else _NUM_BATCHES)
+        steps_s = np.array([first_s, *(scheduler.schedule(step).step_s for step in others)])
         if not checks_first and steps_s.mean() < best_s.mean():
             _require_fit(scheduler)
     return steps_s
