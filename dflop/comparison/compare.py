@@ -117,9 +117,9 @@ def fastest_that_fits(
     """The pricer of the system's fastest plan that holds the batches of these steps, and its schedules of them.
 
     A plan's speed is its mean step time over the first `NUM_TRIED` batches of `shapes`, assigned by the system's own
-    policy, whether they fit or not. Where one of `shapes` does not fit, a few layers more are recomputed, unless the
-    system rules it out: whoever runs out of memory does that. Samples change places before that where the system
-    `moves_samples`, else only where no plan holds all batches, even with all layers recomputed.
+    policy. Where one of `shapes` does not fit, a few layers more are recomputed, unless the system rules it out:
+    whoever runs out of memory does that. Samples change places before that where the system `moves_samples`, else only
+    where no plan holds all batches, even with all layers recomputed.
 
     Raises:
         UserError: saying why no plan fits.
@@ -132,7 +132,7 @@ def fastest_that_fits(
         if str(plan) not in seen:
             seen.add(str(plan))
             pricer = pricer_of(plan, config, spec, costs)
-            first = (_as_grouped(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED))
+            first = (_tried(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED))
             heapq.heappush(waiting, (fmean(schedule.step_s for schedule in first), len(seen), pricer))
 
     for candidate in system.plans(config, spec, costs, samples):
@@ -168,8 +168,12 @@ def scheduled_by(system: System, pricer: Pricer, shapes: SampleShapes, seed: int
     return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
 
 
-def _as_grouped(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
-    """As `scheduled_by`, whether the batch fits into memory or not."""
+def _tried(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
+    """As `scheduled_by` where the system moves samples and the batch can be made to fit, else as the system groups it,
+    whether it fits or not."""
+    if system.moves_samples:
+        with suppress(UserError):
+            return scheduled_by(system, pricer, shapes, seed, step)
     assignment, deciding_s, _ = _grouped_by(system, pricer, shapes, seed, step)
     return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status="", deciding_s=deciding_s)
 
