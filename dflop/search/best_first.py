@@ -11,7 +11,7 @@ simulated.
 import heapq
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,15 +38,15 @@ from dflop.search.space import Splits, enumerate_space, plan_of
 from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 
-__all__ = ["FINALISTS_PERCENT", "MORE_GIB", "NUM_FINALISTS", "SearchResult", "more_than", "search_with"]
+__all__ = ["FINALISTS_PERCENT", "MORE_GIB", "NUM_FINALISTS", "SearchResult", "llm_way", "more_than", "search_with"]
 
 # What more memory is worth is told for so much of it.
 MORE_GIB = 10
 
 # The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
-# `_FEW_PLANS`, where that takes no time. All find the plans among which `final_choice` chooses: at most
-# `NUM_FINALISTS`, with prices at most `FINALISTS_PERCENT` above that of the fastest. Schedules are up to 8 % shorter
-# than prices, but not of all plans alike (`tests/benchmarks/regret.py`).
+# `_FEW_PLANS`, where that takes no time. All find the plans among which `final_choice` chooses: of at most
+# `NUM_FINALISTS` ways to train the LLM, with prices at most `FINALISTS_PERCENT` above that of the fastest. Schedules
+# are up to 8 % shorter than prices, but not of all plans alike (`tests/benchmarks/regret.py`).
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 NUM_FINALISTS, FINALISTS_PERCENT = 12, 3
 # To tell the gain of more memory: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER` of
@@ -155,6 +155,12 @@ def search_with(
     return search.result(least_bound_s)
 
 
+def llm_way(plan: Plan) -> Hashable:
+    """How a plan trains the LLM, but for the layers that it recomputes or offloads."""
+    grid = replace(plan.grid("llm"), recomputed=(), attention_kept=(), offloaded=())
+    return plan.placement, plan.schedule, plan.num_chunks, plan.num_microbatches, grid
+
+
 class _Search:
     """The state of a search: rows that do not fit, and the fastest plans."""
 
@@ -179,6 +185,8 @@ class _Search:
         self._budget_bytes = config.cluster.memory_gib * 2**30
         # Step times of the fastest plans, in order.
         self._fastest: list[float] = []
+        # The step time of the fastest plan of each way to train the LLM.
+        self._fastest_ways: dict[Hashable, float] = {}
         # The plans priced on all batches.
         self._priced: list[PlanPricer] = []
         # The least bytes of rows that do not fit, by the row's number and whether all layers are recomputed or none.
@@ -247,6 +255,8 @@ class _Search:
         assert pricer.plan.checkpointing or step_s * MARGIN >= bound_s, (row, step_s, bound_s)
         self._priced.append(pricer)
         insort(self._fastest, step_s)
+        way = llm_way(pricer.plan)
+        self._fastest_ways[way] = min(step_s, self._fastest_ways.get(way, np.inf))
         self.threshold_s = min(self.limit_s, max(self._slowest_of(self._num_certain), self._slowest_finalist_s()))
 
     def _slowest_of(self, number: int) -> float:
@@ -254,7 +264,8 @@ class _Search:
         return self._fastest[number - 1] if len(self._fastest) >= number else np.inf
 
     def _slowest_finalist_s(self) -> float:
-        return min(self._slowest_of(NUM_FINALISTS), (1 + FINALISTS_PERCENT / 100) * self._fastest[0])
+        most_s = (1 + FINALISTS_PERCENT / 100) * self._fastest[0]
+        return min(most_s, *sorted(self._fastest_ways.values())[NUM_FINALISTS - 1 :][:1], np.inf)
 
     def result(self, least_bound_s: float) -> SearchResult:
         if not self._priced:

@@ -4,6 +4,7 @@ A plan is priced on batches that are regrouped in a simple way, the same for all
 regroups each batch for its plan, which shortens the steps of some plans more than those of others. Among plans whose
 prices are close to the fastest, the scheduled step times decide. Of plans that train the LLM alike, and differ only in
 how they encode, only the one with the least price is scheduled: the schedules of the others hardly differ from its.
+Where that one needs more recomputed layers to fit, and still is among the fastest, so is the next one.
 
 A plan is only chosen once the batches of the first steps fit, with more recomputed layers if need be. They may
 need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
@@ -11,6 +12,7 @@ so may count too little of it. Where no finalist is left, plans are searched aga
 samples, then as if devices had less memory.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +26,7 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
-from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
+from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult, llm_way
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.cp_sizes import search_plans
 from dflop.search.grouped_batches import GroupedBatches
@@ -39,6 +41,8 @@ __all__ = ["with_finalists_scheduled"]
 _NUM_BATCHES, _CLEARLY = 2, 0.01
 # The batches of so many steps have to fit; where replicas share samples, so many of the fullest of an epoch.
 _NUM_FULLEST, _MOST_STEPS = 2, 200
+# So many plans that train the LLM alike are scheduled, if those before do not fit as they are.
+_MOST_ALIKE = 3
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
@@ -72,7 +76,7 @@ def with_finalists_scheduled(
 
 def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
     """Configs of further searches, where no finalist's batches fit."""
-    most = max(candidate.plan.grid("llm").cp for candidate in found.candidates[:NUM_FINALISTS])
+    most = max(candidate.plan.grid("llm").cp for alike in _finalists(found) for candidate in alike)
     sizes = [] if is_cp_pinned(config) else sorted({size for size in config.plan.cp_sizes if size < most})
     for number in range(len(sizes), 0, -1):
         config = replace(config, plan=replace(config.plan, cp_sizes=sizes[:number]))
@@ -86,12 +90,7 @@ def _chosen(
 ) -> SearchResult | None:
     """The result with its choice made; None where no finalist's batches fit."""
     about = config, spec, costs, samples
-    most_s = (1 + FINALISTS_PERCENT / 100) * found.best.step_s
-    by_llm: dict[Hashable, Candidate] = {}
-    for candidate in found.candidates[:NUM_FINALISTS]:
-        if candidate.step_s <= most_s:
-            by_llm.setdefault(_of_llm(candidate.plan), candidate)
-    finalists = list(by_llm.values())
+    finalists = _finalists(found)
     if config.train.global_batch_size > _MOST_SAMPLES and found.best.plan.grid("llm").cp == 1:
         finalists = finalists[:1]
     if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1:
@@ -99,15 +98,29 @@ def _chosen(
             _require_fit(scheduler)
             return found
     chosen, steps_s = None, None
-    for candidate in finalists:
-        roomy, its_steps_s = _with_room(candidate, steps_s, *about)
-        if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
-            chosen, steps_s = roomy, its_steps_s
+    for alike in finalists:
+        for candidate in alike[:_MOST_ALIKE]:
+            roomy, its_steps_s = _with_room(candidate, steps_s, *about)
+            if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
+                chosen, steps_s = roomy, its_steps_s
+            is_slow = its_steps_s is None or its_steps_s.mean() > (1 + _CLEARLY) * steps_s.mean()
+            if roomy is candidate or is_slow:
+                break
     if chosen is None:
         return None
     candidates = found.candidates if chosen in found.candidates else [*found.candidates, chosen]
     candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
     return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
+
+
+def _finalists(found: SearchResult) -> list[list[Candidate]]:
+    """The plans with nearly the least price, those that train the LLM alike together, the ones with least price
+    first."""
+    by_way: dict[Hashable, list[Candidate]] = defaultdict(list)
+    for candidate in found.candidates:
+        if candidate.step_s <= (1 + FINALISTS_PERCENT / 100) * found.best.step_s:
+            by_way[llm_way(candidate.plan)].append(candidate)
+    return list(by_way.values())[:NUM_FINALISTS]
 
 
 def _with_room(
@@ -136,11 +149,6 @@ def _with_room(
         candidate = replace(pricer.candidate(), bottleneck="memory")
         with suppress(UserError):
             return candidate, _steps_s(candidate, best_s, *about, samples)
-
-
-def _of_llm(plan: Plan) -> Hashable:
-    """How a plan trains the LLM."""
-    return plan.placement, plan.schedule, plan.num_chunks, plan.num_microbatches, plan.grid("llm")
 
 
 def _steps_s(
