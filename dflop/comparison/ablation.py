@@ -43,6 +43,8 @@ class _Ordered(Policy):
 
 
 LPT_ORDERED, _RANDOM_ORDERED = _Ordered(LPT), _Ordered(RANDOM)
+# Of these, samples stay in the groups that are drawn, whether they fit or not (`System.moves_samples`).
+_DRAWN = RANDOM, _RANDOM_ORDERED
 
 
 def _only(part: str, policy: Policy = RANDOM, **more: list[str]) -> System:
@@ -50,7 +52,7 @@ def _only(part: str, policy: Policy = RANDOM, **more: list[str]) -> System:
     within = PlanConfig(**{**_MONOLITHIC, **_PLAIN, **_UNSHARED, **more})
     is_plan = within.placements != _MONOLITHIC["placements"]
     plans = fastest_of(within, policy=policy, splits_evenly=not is_plan)
-    return System(name=f"only {part}", plans=plans, policy=policy)
+    return System(name=f"only {part}", plans=plans, policy=policy, moves_samples=policy not in _DRAWN)
 
 
 def _without(
@@ -63,7 +65,7 @@ def _without(
 ) -> System:
     """Our training, except for `policy` and the keys of `PlanConfig` in `less`."""
     plans = fastest_of(PlanConfig(**less), policy=policy, splits_evenly=splits_evenly, keeps_attention=keeps_attention)
-    return System(name=f"without {part}", plans=plans, policy=policy)
+    return System(name=f"without {part}", plans=plans, policy=policy, moves_samples=policy not in _DRAWN)
 
 
 _ALL = PlanConfig()
