@@ -34,6 +34,8 @@ __all__ = [
 OURS = "dflop"
 # The number of batches on which a system's plan is chosen; they are among those that plans are searched on.
 NUM_TRIED = 2
+# Where samples change places, which takes seconds if it fails, an encoder is recomputed in so many steps, and the LLM.
+_FEW_PARTS = 1, 2
 # What the status of a schedule says whose samples had to change places.
 _MADE_TO_FIT = "made to fit"
 
@@ -137,16 +139,20 @@ def fastest_that_fits(
 
     for candidate in system.plans(config, spec, costs, samples):
         add(candidate.plan)
-    tight = []
+    last = []
     while waiting:
         _, _, pricer = heapq.heappop(waiting)
         if all(_holds(system, pricer, own, config.seed, step) for step, own in shapes.items()):
             return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
-        tight.append(pricer)
+        more = pricer.plan
         if system.recomputes(config):
-            add(with_more_recomputed(pricer.plan, spec, trained))
+            how = {"parts": _FEW_PARTS} if system.moves_samples else {}
+            more = with_more_recomputed(pricer.plan, spec, trained, **how)
+        if more == pricer.plan:
+            last.append(pricer)
+        add(more)
     why_not = "no plan of the kind fits into memory"
-    for pricer in tight:
+    for pricer in last:
         try:
             return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
         except UserError as error:

@@ -29,9 +29,6 @@ __all__ = [
     "without_recomputed",
 ]
 
-# A few layers more are an eighth of a device's layers of an encoder, and a 16th of the LLM's.
-_PARTS = 8, 16
-
 # By module, a level on each of its pipeline ranks, [pp].
 Counts = Mapping[str, np.ndarray]
 
@@ -104,12 +101,22 @@ def with_recomputed(plan: Plan, levels: Counts, spec: ModelSpec, *, spares_atten
     return replace(plan, grids=tuple(grids), checkpointing=True)
 
 
-def with_more_recomputed(plan: Plan, spec: ModelSpec, trained: TrainedSet, *, spares_attention: bool = False) -> Plan:
+def with_more_recomputed(
+    plan: Plan,
+    spec: ModelSpec,
+    trained: TrainedSet,
+    *,
+    spares_attention: bool = False,
+    parts: tuple[int, int] = (8, 16),
+) -> Plan:
     """The plan with a few layers of each device recomputed in addition to those that are: of encoders on the LLM's
-    ranks as long as there are such layers, then of the LLM. The same plan where all are."""
+    ranks as long as there are such layers, then of the LLM. The same plan where all are.
+
+    `parts` says how many a few are: of an encoder an eighth of a device's layers, of the LLM a 16th.
+    """
     levels = Levels(plan, spec, trained, spares_attention=spares_attention)
     more = {
-        module: np.minimum(now - (-levels.most[module] // _PARTS[module == "llm"]), levels.most[module])
+        module: np.minimum(now - (-levels.most[module] // parts[module == "llm"]), levels.most[module])
         for module, now in levels.now.items()
     }
     has_encoders_left = any((more[module] > now).any() for module, now in levels.now.items() if module != "llm")
