@@ -63,6 +63,8 @@ def plan_command(
     all_samples, samples = _samples_to_plan(config, spec, cost_model, shapes)
     leave_out_impossible_today(config, spec, cost_model)
     found = _search(config, spec, cost_model, samples, compares=explain)
+    if found.trouble:
+        click.echo(f"warning: not all batches of the first 200 steps fit: {found.trouble}", err=True)
     baselines = price_baselines(config, spec, cost_model, samples)
     best = found.best
     need = loading_times and _loading_need(best, loading_times, config)

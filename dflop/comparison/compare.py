@@ -129,12 +129,17 @@ def fastest_that_fits(
     trained = config.model.trained.among(spec.modules)
     waiting: list[tuple[float, int, Pricer]] = []
     seen: set[str] = set()
+    refusals = ["no plan of the kind fits into memory"]
 
     def add(plan: Plan) -> None:
         if str(plan) not in seen:
             seen.add(str(plan))
             pricer = pricer_of(plan, config, spec, costs)
-            first = (_tried(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED))
+            try:
+                first = [_tried(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
+            except UserError as error:  # the system cannot group them for this plan
+                refusals.append(f"{plan}: {error}")
+                return
             heapq.heappush(waiting, (fmean(schedule.step_s for schedule in first), len(seen), pricer))
 
     for candidate in system.plans(config, spec, costs, samples):
@@ -151,13 +156,12 @@ def fastest_that_fits(
         if more == pricer.plan:
             last.append(pricer)
         add(more)
-    why_not = "no plan of the kind fits into memory"
     for pricer in last:
         try:
             return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
         except UserError as error:
-            why_not = f"{pricer.plan}: {error}"
-    raise UserError(why_not)
+            refusals.append(f"{pricer.plan}: {error}")
+    raise UserError(refusals[-1])
 
 
 def scheduled_by(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:

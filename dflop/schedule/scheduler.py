@@ -63,6 +63,7 @@ MOST_CHECKED = 1000
 _MOST_FULLEST = 50
 # Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
 FLATTER = (0.8, 0.6, 0.4, 0.2)
+_NO_START_FITS = "no start of the batch fits into memory"
 Packed = TypeVar("Packed")
 
 
@@ -258,7 +259,8 @@ class BatchScheduler:
         if policy.searches:
             return *self._searched(shapes, problem, starts, fitting, rng, makes_fit=makes_fit), num_beyond
         if fitting is None:
-            _require(makes_fit)
+            if not makes_fit:
+                raise UserError(_NO_START_FITS)
             fastest = min(starts, key=lambda start: start.step_s)
             return fitted(self.pricer, shapes, [fastest.assignment], rng), f"{fastest.name}, made to fit", num_beyond
         return fitting.assignment, fitting.name, num_beyond
@@ -281,7 +283,8 @@ class BatchScheduler:
         if fitting is None or fitting.step_s > min(start.step_s for start in starts):
             starts = [*starts, *self._with_flatter_ends(shapes, problem)]
             fitting = self._fastest_that_fits(shapes, problem, starts)
-        _require(fitting is not None or makes_fit)
+        if fitting is None and not makes_fit:
+            raise UserError(_NO_START_FITS)
         start = fitting or min(
             starts, key=lambda start: max(self.pricer.memory_bytes(shapes, start.assignment).values())
         )
@@ -411,11 +414,6 @@ def _packed(problem: BatchProblem, pack: Callable[[BatchProblem], Packed]) -> tu
     except UserError:
         problem = replace(problem, max_bucket_tokens=None)
         return problem, pack(problem)
-
-
-def _require(condition: bool) -> None:
-    if not condition:
-        raise UserError("no start of the batch fits into memory")
 
 
 def _orders(problem: BatchProblem, buckets: np.ndarray) -> Iterator[np.ndarray]:

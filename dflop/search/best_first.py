@@ -46,7 +46,7 @@ MORE_GIB = 10
 # The search finds this many of the fastest plans for certain where users compare plans, and in spaces of at most
 # `_FEW_PLANS`, where that takes no time. All find the plans among which `final_choice` chooses: of at most
 # `NUM_FINALISTS` ways to train the LLM, with prices at most `FINALISTS_PERCENT` above that of the fastest. Schedules
-# are up to 8 % shorter than prices, but not of all plans alike (`tests/benchmarks/regret.py`).
+# are up to 10 % shorter than prices, but not of all plans alike (`tests/benchmarks/regret.py`).
 _NUM_COMPARED, _FEW_PLANS = 10, 20_000
 NUM_FINALISTS, FINALISTS_PERCENT = 12, 3
 # To tell the gain of more memory: of the plans that memory excludes, `_MOST_MISSES` are looked at and `_NUM_LARGER` of
@@ -68,7 +68,7 @@ class SearchResult:
     both that bound and the first candidate. `larger` is at least 1 % faster than all candidates, but needs more memory
     than there is; of such plans that were looked at, it needs least. `with_more` is the part of its step that the
     fastest plan would take with `MORE_GIB` more memory on each device and fewer recomputed layers; None if it
-    recomputes none, or its layers are pinned.
+    recomputes none, its layers are pinned, or another search's plan was chosen.
     """
 
     candidates: list[Candidate]
@@ -80,6 +80,8 @@ class SearchResult:
     # Of plans with nearly equal prices, the one with the fastest scheduled batches (`final_choice`), and their number.
     chosen: Candidate | None = None
     num_finalists: int = 0
+    # What does not fit of the batches of the first steps, where no plan was found that holds all (`final_choice`).
+    trouble: str | None = None
 
     def merged(self, other: "SearchResult") -> "SearchResult":
         """The plans of both."""

@@ -39,8 +39,8 @@ __all__ = ["with_finalists_scheduled"]
 # One batch may favour a plan that is slower on the mean of others, by more than finalists differ. It hardly does so by
 # a hundredth of the step, or where it has many samples.
 _NUM_BATCHES, _CLEARLY = 2, 0.01
-# The batches of so many steps have to fit; where replicas share samples, so many of the fullest of an epoch.
-_NUM_FULLEST, _MOST_STEPS = 2, 200
+# The batches of so many steps have to fit; where replicas share samples so many of the fullest, and fewer large ones.
+_MOST_STEPS, _NUM_FULLEST = 200, (4, 2)
 # So many plans that train the LLM alike are scheduled, if those before do not fit as they are.
 _MOST_ALIKE = 3
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
@@ -56,9 +56,8 @@ def with_finalists_scheduled(
     """The search's result with its choice made by scheduled batches, where several plans have nearly the same price.
 
     The batches are the first that training will draw, scheduled without CBC, so that the choice is the same each time.
-
-    Raises:
-        UserError: when no plan is found whose batches fit.
+    Where no plan is found that holds them all, the one with the least price is chosen, and `trouble` says what does not
+    fit: a run of few steps may never draw it.
     """
     about = config, spec, costs, samples
     if chosen := _chosen(found, *about):
@@ -70,7 +69,10 @@ def with_finalists_scheduled(
             continue
         if chosen := _chosen(found_there, *about):
             return replace(chosen, larger=found.larger, with_more=None)
-    _steps_s(found.best, None, *about)
+    try:
+        _steps_s(found.best, None, *about)
+    except UserError as error:
+        return replace(found, trouble=str(error))
     return found
 
 
@@ -79,8 +81,7 @@ def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
     most = max(candidate.plan.grid("llm").cp for alike in _finalists(found) for candidate in alike)
     sizes = [] if is_cp_pinned(config) else sorted({size for size in config.plan.cp_sizes if size < most})
     for number in range(len(sizes), 0, -1):
-        config = replace(config, plan=replace(config.plan, cp_sizes=sizes[:number]))
-        yield config
+        yield replace(config, plan=replace(config.plan, cp_sizes=sizes[:number]))
     for part in _LESS_MEMORY:
         yield replace(config, cluster=replace(config.cluster, memory_gib=part * config.cluster.memory_gib))
 
@@ -103,8 +104,9 @@ def _chosen(
             roomy, its_steps_s = _with_room(candidate, steps_s, *about)
             if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
                 chosen, steps_s = roomy, its_steps_s
-            is_slow = its_steps_s is None or its_steps_s.mean() > (1 + _CLEARLY) * steps_s.mean()
-            if roomy is candidate or is_slow:
+            if its_steps_s is None:
+                continue
+            if roomy is candidate or its_steps_s.mean() > (1 + _CLEARLY) * steps_s.mean():
                 break
     if chosen is None:
         return None
@@ -141,14 +143,25 @@ def _with_room(
     trained = config.model.trained.among(spec.modules)
     cp = candidate.plan.grid("llm").cp
     pricer = PlanPricer(candidate.plan, *about, GroupedBatches(*about, samples, cp), LPT)
-    while True:
-        more = with_more_recomputed(pricer.plan, spec, trained, spares_attention=pricer.spares_attention)
-        if more == pricer.plan:
-            return candidate, None
-        pricer = pricer.recomputing(more)
-        candidate = replace(pricer.candidate(), bottleneck="memory")
+    more, plans = candidate.plan, []
+    while not plans or more != plans[-1]:
+        plans.append(more)
+        more = with_more_recomputed(more, spec, trained, spares_attention=pricer.spares_attention)
+    for plan in plans[1:] if _holds_all(plans[-1], *about, samples) else ():
+        roomy = replace(pricer.recomputing(plan).candidate(), bottleneck="memory")
         with suppress(UserError):
-            return candidate, _steps_s(candidate, best_s, *about, samples)
+            return roomy, _steps_s(roomy, best_s, *about, samples)
+    return candidate, None
+
+
+def _holds_all(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:
+    """Whether the batches of the first steps fit into memory, as `_require_fit` says."""
+    with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
+        try:
+            _require_fit(scheduler)
+        except UserError:
+            return False
+    return True
 
 
 def _steps_s(
@@ -182,8 +195,7 @@ def _steps_s(
 
 
 def _require_fit(scheduler: BatchScheduler) -> None:
-    """Check that the batches of the first steps fit into memory. Where replicas share samples, these are the fullest of
-    an epoch's.
+    """Check that the batches of the first steps fit into memory; where replicas share samples, the fullest of these.
 
     Raises:
         UserError: where one does not.
@@ -191,8 +203,9 @@ def _require_fit(scheduler: BatchScheduler) -> None:
     if scheduler.pricer.plan.grid("llm").cp == 1:
         scheduler.check(_MOST_STEPS)
     else:
-        for step in scheduler.fullest(min(_MOST_STEPS, scheduler.batches.steps_in(1.0)), _NUM_FULLEST):
-            scheduler.schedule(step, LPT.name)  # fits if a search's schedule does, which takes longer
+        is_large = scheduler.batches.global_batch_size > _MOST_SAMPLES
+        for step in scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[is_large]):
+            scheduler.schedule(step, LPT.name)  # where that fits, so does a search, which takes longer
 
 
 def _scheduler(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BatchScheduler:

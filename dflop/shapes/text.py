@@ -22,11 +22,11 @@ from dflop.shapes.records import Turn
 from dflop.shapes.template_files import TemplateFile, read_named_tokens, read_template, write_template
 from dflop.shapes.token_counts import TextCounts, WordCounter
 
-__all__ = ["BUNDLED_TOKENIZER", "ChatTokenizer", "TokenizedText", "tokenizer_folder"]
+__all__ = ["BUNDLED_TOKENIZER", "TOKENIZER_FILES", "ChatTokenizer", "TokenizedText", "tokenizer_folder"]
 
 BUNDLED_TOKENIZER = Path(__file__).parent / "tokenizer"
 
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*.json",
     "chat_template*",
     "additional_chat_templates/*.jinja",
@@ -115,7 +115,7 @@ class ChatTokenizer:
 
     def save(self, folder: Path, kinds: Iterable[str] = MEDIA_KINDS) -> None:
         """Copy the tokenizer's files to `folder`, with the added tokens if texts with media of these kinds need any."""
-        for pattern in _FILES:
+        for pattern in TOKENIZER_FILES:
             for file in self.folder.glob(pattern):
                 copy = folder / file.relative_to(self.folder)
                 copy.parent.mkdir(exist_ok=True)

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflop.config import Config, select_keys
-from dflop.models import model_digest, weights_digest
+from dflop.config import Config, ModelConfig, select_keys
+from dflop.models import weights_digest
 from dflop.schedule import Pricer, prices_digest
+from dflop.shapes.text import TOKENIZER_FILES
 
 __all__ = ["Generation", "generation_of"]
 
 # To be increased when older checkpoints can no longer be read.
 _CHECKPOINT_FORMAT = 6
-# Digests of files, and the keys that say where these lie. A key is compared only where one of two checkpoints has no
-# digest: earlier versions wrote fewer.
+# Digests of files, and the keys that say where these lie. Where two checkpoints have a digest, only it is compared, and
+# whether the keys are set; earlier versions wrote fewer.
 _BEGINS_WITH = "the weights that training begins with"
 _GOES_ON_FROM = "the adapters that training begins with"
 _MODELS_FILES = "the model's configs, tokenizer and templates"
@@ -39,6 +40,7 @@ _PLACES = ("path", "media_root")
 _NEW_TRAIN_KEYS = {"train.betas": [0.9, 0.999], "train.eps": 1e-8}
 # Keys of a source that earlier versions do not know, left out where they say nothing.
 _NEW_KEYS = ("columns", "epochs", "weight")
+_MODEL_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _KEYS = ("seed", "data.sources", "data.evaluation_share", "data.video", "data.max_llm_tokens", "model", "train")
 # Keys that do not affect the weights. The first one, `train.steps`, does so if the learning rate falls until the last
 # step.
@@ -84,7 +86,10 @@ class Generation:
         names = (self.weights.keys() | earlier.weights.keys()) - {_LEFT_OUT}
         in_both = self.weights.keys() & earlier.weights.keys()
         for digest, places in _DIGESTS.items():
-            names -= set(places) if digest in in_both else {digest}
+            if digest in in_both:
+                names -= {key for key in places if _is_set(key, self.weights) == _is_set(key, earlier.weights)}
+            else:
+                names -= {digest}
         return [
             _change(name, _value(name, earlier.weights), _value(name, self.weights))
             for name in sorted(names)
@@ -119,10 +124,26 @@ def generation_of(
     if config.model.adapter:
         weights[_GOES_ON_FROM] = weights_digest(Path(config.model.adapter))
     if config.model.path or config.model.tokenizer:
-        weights[_MODELS_FILES] = model_digest(config.model)
+        weights[_MODELS_FILES] = _digest_of_files(config.model)
     free = _FREE if config.train.lr_schedule == "constant" else _FREE[1:]
     written = {name: json.dumps(value, sort_keys=True) for name, value in weights.items() if name not in free}
     return Generation(written, prices_digest(pricer))
+
+
+def _digest_of_files(model: ModelConfig) -> str:
+    """A digest of the files that dflop reads of `model.path` and of the tokenizer, but for weights."""
+    folders = {_MODEL_FILES: model.path, TOKENIZER_FILES: model.tokenizer or model.path}
+    read = [
+        (str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest())
+        for names, folder in folders.items()
+        if folder
+        for path in sorted({path for name in names for path in Path(folder).glob(name)})
+    ]
+    return _digest(read)
+
+
+def _is_set(name: str, weights: Mapping[str, str]) -> bool:
+    return _value(name, weights) != "null"
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

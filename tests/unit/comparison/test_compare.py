@@ -117,6 +117,10 @@ def test_a_system_whose_batches_do_not_fit_recomputes_more_layers_if_it_may(inpu
     assert row.num_fitted == 0
     assert row.memory_bytes <= 0.97 * roomy.memory_bytes
     assert row.step_s > roomy.step_s
+    moved, _ = compare_systems(
+        tight, spec, costs, samples, num_batches=2, systems=[replace(system, moves_samples=True)]
+    )
+    assert moved.memory_bytes <= 0.97 * roomy.memory_bytes
     system = replace(system, recomputes=lambda _: False)
     row, _ = compare_systems(tight, spec, costs, samples, num_batches=2, systems=[system])
     assert row.why_not.startswith(f"{fastest.plan}: no assignment of the batch was found")

@@ -51,7 +51,7 @@ LAYOUTS = [
 @given(seed=st.integers(0, 2**32 - 1), num_microbatches=st.integers(1, 3), fill=st.sampled_from([0.8, 1.2, np.inf]))
 def test_each_sample_goes_into_the_best_of_all_buckets(llm, seed, num_microbatches, fill):
     rng = np.random.default_rng(seed)
-    degree = rng.choice([1, 1, 1, 2, 4], size=rng.integers(1, 3 * llm.dp * num_microbatches))
+    degree = rng.choice([1, 1, 1, 2, 4, rng.choice([4, 16])], size=rng.integers(1, 3 * llm.dp * num_microbatches))
     shape = degree.sum(), 2
     loads = rng.lognormal(size=shape) if rng.random() < 0.5 else rng.integers(0, 4, shape).astype(float)
     row_bytes = rng.lognormal(size=len(loads))

@@ -12,6 +12,7 @@ from dflop.base import UserError
 from dflop.config import ScheduleConfig
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
+from dflop.search.final_choice import _narrower
 
 
 def scheduled_s(candidate, config, spec, costs, samples) -> float:
@@ -89,11 +90,26 @@ def test_where_no_finalist_fits_plans_are_searched_that_keep_less(without_room, 
     BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).check(200)
 
 
-def test_where_no_plan_fits_there_is_no_choice(without_room, tiny_spec, costs, samples):
+def test_searches_in_which_fewer_share_samples_come_before_those_with_less_memory(without_room):
+    found, config = without_room
+    plan = found.best.plan
+    grids = tuple(replace(grid, cp=4) if grid.module == "llm" else grid for grid in plan.grids)
+    found = replace(found, candidates=[replace(found.best, plan=replace(plan, grids=grids))])
+    config = replace(config, plan=replace(config.plan, cp_sizes=[1, 2, 4]))
+    narrower = [
+        (own.plan.cp_sizes, own.cluster.memory_gib / config.cluster.memory_gib) for own in _narrower(config, found)
+    ]
+    assert narrower[:2] == [([1, 2], 1.0), ([1], 1.0)]
+    assert [sizes for sizes, _ in narrower[2:]] == [[1, 2, 4]] * 3
+    assert 1 > narrower[2][1] > narrower[3][1] > narrower[4][1]
+
+
+def test_where_no_plan_fits_the_cheapest_is_chosen_and_it_is_said(without_room, tiny_spec, costs, samples):
     found, config = without_room
     config = replace(config, cluster=replace(config.cluster, memory_gib=config.cluster.memory_gib / 20))
-    with pytest.raises(UserError, match=r"`cluster\.memory_gib` is 0\.0012"):
-        with_finalists_scheduled(found, config, tiny_spec, costs, samples)
+    chosen = with_finalists_scheduled(found, config, tiny_spec, costs, samples)
+    assert chosen.best is found.best
+    assert "`cluster.memory_gib` is 0.0012" in chosen.trouble
 
 
 def test_a_plan_that_is_priced_four_percent_longer_is_no_finalist(search, tiny_spec, costs, samples):

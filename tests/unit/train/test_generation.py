@@ -72,7 +72,18 @@ def test_the_same_data_and_weights_at_another_place_are_the_same_run(generate, t
     without_digest = {name: value for name, value in moved[0].weights.items() if "tokenizer and templates" not in name}
     earlier_version = replace(moved[0], weights=without_digest)
     assert not moved[0].changes_since(earlier_version)
-    assert len(moved[1].changes_since(earlier_version)) == 2
+    assert [said.split("`")[1] for said in moved[1].changes_since(earlier_version)] == ["model.path", "model.tokenizer"]
+
+
+def test_a_model_of_other_files_is_named_and_files_that_are_not_read_do_not_count(generate, tmp_path):
+    save_file({"llm": np.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    model, tokenizer = generate({"model": {"path": str(tmp_path)}}), generate({"model": {"tokenizer": str(tmp_path)}})
+    assert any("model.path" in said for said in tokenizer.changes_since(model))
+    assert any("model.path" in said for said in model.changes_since(tokenizer))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert not generate({"model": {"path": str(tmp_path)}}).changes_since(model)
 
 
 def test_more_steps_and_faster_loading_make_no_other_run(generate):
