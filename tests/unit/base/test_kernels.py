@@ -39,9 +39,10 @@ print(f"{answer(10)}, read from disk: {sum(answer.stats.cache_hits.values())}")
 
 
 def run(folder: Path, script: str) -> str:
-    """What the script prints in a process of its own that finds modules in the folder first."""
+    """What the script prints in a process of its own that finds modules in the folder first. Python keeps no bytecode
+    of these: it would not notice a file of the same size that is written anew within a second."""
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-B", "-c", script],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent)])},
         capture_output=True,
