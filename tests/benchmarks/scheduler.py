@@ -141,7 +141,7 @@ def draw_mix(folder: Path, shares: tuple[float, float, float]) -> SampleShapes:
 
 
 def analytic_costs(spec: ModelSpec) -> CostModel:
-    points = [analytic_points(spec, module, 1, DEVICE) for module in ("vision", "llm")]
+    points = [analytic_points(spec, module, 1, DEVICE, "compiled") for module in ("vision", "llm")]
     measurements, parameters = (
         pl.concat([getattr(point, name) for point in points]) for name in ("measurements", "parameters")
     )
