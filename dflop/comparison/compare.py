@@ -127,7 +127,7 @@ def fastest_that_fits(
         UserError: saying why no plan fits.
     """
     trained = config.model.trained.among(spec.modules)
-    waiting: list[tuple[float, int, Pricer]] = []
+    waiting: list[tuple[float, int, Pricer, dict[int, tuple[StepSchedule, bool]]]] = []
     seen: set[str] = set()
     refusals = ["no plan of the kind fits into memory"]
 
@@ -136,19 +136,28 @@ def fastest_that_fits(
             seen.add(str(plan))
             pricer = pricer_of(plan, config, spec, costs)
             try:
-                first = [_tried(system, pricer, shapes[step], config.seed, step) for step in range(NUM_TRIED)]
+                tried = {
+                    step: _schedule_and_fit(system, pricer, shapes[step], config.seed, step)
+                    for step in range(NUM_TRIED)
+                }
             except UserError as error:  # the system cannot group them for this plan
                 refusals.append(f"{plan}: {error}")
                 return
-            heapq.heappush(waiting, (fmean(schedule.step_s for schedule in first), len(seen), pricer))
+            step_s = fmean(schedule.step_s for schedule, _ in tried.values())
+            heapq.heappush(waiting, (step_s, len(seen), pricer, tried))
 
     for candidate in system.plans(config, spec, costs, samples):
         add(candidate.plan)
     last = []
     while waiting:
-        _, _, pricer = heapq.heappop(waiting)
-        if all(_holds(system, pricer, own, config.seed, step) for step, own in shapes.items()):
-            return pricer, [scheduled_by(system, pricer, shapes[step], config.seed, step) for step in steps]
+        _, _, pricer, schedules = heapq.heappop(waiting)
+        for step, own in shapes.items():
+            if not all(has_room for _, has_room in schedules.values()):
+                break
+            if step not in schedules:
+                schedules[step] = _schedule_and_fit(system, pricer, own, config.seed, step)
+        if all(has_room for _, has_room in schedules.values()):
+            return pricer, [schedules[step][0] for step in steps]
         more = pricer.plan
         if system.recomputes(config):
             how = {"parts": _FEW_PARTS} if system.moves_samples else {}
@@ -178,24 +187,19 @@ def scheduled_by(system: System, pricer: Pricer, shapes: SampleShapes, seed: int
     return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status=status, deciding_s=deciding_s)
 
 
-def _tried(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> StepSchedule:
-    """As `scheduled_by` where the system moves samples and the batch can be made to fit, else as the system groups it,
-    whether it fits or not."""
-    if system.moves_samples:
+def _schedule_and_fit(
+    system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int
+) -> tuple[StepSchedule, bool]:
+    """A system's schedule of a batch, and whether it fits into memory: with samples that change places, if the system
+    moves them and that helps, else as the system groups it."""
+    assignment, deciding_s, rng = _grouped_by(system, pricer, shapes, seed, step)
+    has_room, status = fits(pricer, shapes, assignment), ""
+    if system.moves_samples and not has_room:
         with suppress(UserError):
-            return scheduled_by(system, pricer, shapes, seed, step)
-    assignment, deciding_s, _ = _grouped_by(system, pricer, shapes, seed, step)
-    return schedule_of(pricer, shapes, assignment, step=step, policy=system.name, status="", deciding_s=deciding_s)
-
-
-def _holds(system: System, pricer: Pricer, shapes: SampleShapes, seed: int, step: int) -> bool:
-    if system.moves_samples:
-        with suppress(UserError):
-            scheduled_by(system, pricer, shapes, seed, step)
-            return True
-        return False
-    assignment, _, _ = _grouped_by(system, pricer, shapes, seed, step)
-    return fits(pricer, shapes, assignment)
+            assignment = fitted(pricer, shapes, [assignment], rng)
+            has_room, status = True, _MADE_TO_FIT
+    how = {"step": step, "policy": system.name, "status": status, "deciding_s": deciding_s}
+    return schedule_of(pricer, shapes, assignment, **how), has_room
 
 
 def _grouped_by(

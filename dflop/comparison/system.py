@@ -41,8 +41,8 @@ class System:
 
     Of several plans, the system gets the one that is fastest with its own `policy`. `baseline` is its name among the
     baselines of `plan.yaml`; None where it is not one of them. `recomputes` says whether it may recompute more layers
-    where its batches do not fit. `moves_samples` says whether samples change places until a batch fits: in the favour
-    of systems that balance, which could know of memory, too, while batches as they are drawn know nothing.
+    where its batches do not fit. `moves_samples` says whether samples change places until a batch fits. A system that
+    balances could look at memory, too, so this is in its favour; random batches stay as they are drawn.
     """
 
     name: str

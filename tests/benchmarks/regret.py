@@ -111,8 +111,8 @@ def regret(
 def scheduled_s(
     plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes, times_trials: int
 ) -> float:
-    """The mean step of the first batches with so many times the trials of training; infinite where one of these does
-    not fit, or one of those that a chosen plan has to hold."""
+    """The mean step of the first batches with so many times the trials of training. It is infinite where a batch does
+    not fit: one of these, or one that `dflop plan` looks at before it chooses the plan."""
     batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
     schedule = ScheduleConfig(policy="search")
     schedule = replace(schedule, search_trials=times_trials * schedule.search_trials)
