@@ -8,7 +8,7 @@ be right.
 from dflop.config.command_line import with_dotted_keys, with_texts_read
 from dflop.config.devices import excess_memory, host_bytes_per_s, most_memory_gib, require_known_memory
 from dflop.config.kinds import SAMPLING, SAMPLING_FORMS
-from dflop.config.load import load_config, restrict, select_keys, set_steps, without_today
+from dflop.config.load import load_config, restrict, select_keys, set_steps, with_value, without_today
 from dflop.config.schema import (
     AudioConfig,
     ClusterConfig,
@@ -53,5 +53,6 @@ __all__ = [
     "set_steps",
     "with_dotted_keys",
     "with_texts_read",
+    "with_value",
     "without_today",
 ]

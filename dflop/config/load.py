@@ -14,7 +14,7 @@ from dflop.config.messages import UNKNOWN_KEY, message_of
 from dflop.config.schema import Config, FixedPlan
 from dflop.config.together import check_together
 
-__all__ = ["load_config", "merged", "restrict", "select_keys", "set_steps", "without_today"]
+__all__ = ["load_config", "merged", "restrict", "select_keys", "set_steps", "with_value", "without_today"]
 
 
 # The number of steps where neither `train.steps` nor `train.epochs` is given.
@@ -126,6 +126,18 @@ def _plain(value: Any) -> Any:
 def restrict(config: Config, keys: Iterable[str]) -> Config:
     """The config with these dotted keys alone: reading any other key raises AttributeError."""
     return _without_others(config, [key.split(".") for key in keys])
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """A copy of the config, or of one of its sections, in which this dotted key has another value. `restrict` may have
+    removed others."""
+    name, _, below = key.partition(".")
+    changed = object.__new__(type(config))
+    for item in dataclasses.fields(config):
+        if hasattr(config, item.name):
+            object.__setattr__(changed, item.name, getattr(config, item.name))
+    object.__setattr__(changed, name, with_value(getattr(config, name), below, value) if below else value)
+    return changed
 
 
 def set_steps(config: Config, steps: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflop.balance import LPT
 from dflop.base import UserError
-from dflop.config import Config, ScheduleConfig
+from dflop.config import Config, ScheduleConfig, with_value
 from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
@@ -47,7 +47,7 @@ _MOST_ALIKE = 3
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
 # Where no finalist's batches fit, plans are searched for such parts of a device's memory.
-_LESS_MEMORY = 0.95, 0.85, 0.7
+_LESS_MEMORY = 0.99, 0.95, 0.8
 
 
 def with_finalists_scheduled(
@@ -81,9 +81,9 @@ def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
     most = max(candidate.plan.grid("llm").cp for alike in _finalists(found) for candidate in alike)
     sizes = [] if is_cp_pinned(config) else sorted({size for size in config.plan.cp_sizes if size < most})
     for number in range(len(sizes), 0, -1):
-        yield replace(config, plan=replace(config.plan, cp_sizes=sizes[:number]))
+        yield with_value(config, "plan.cp_sizes", sizes[:number])
     for part in _LESS_MEMORY:
-        yield replace(config, cluster=replace(config.cluster, memory_gib=part * config.cluster.memory_gib))
+        yield with_value(config, "cluster.memory_gib", part * config.cluster.memory_gib)
 
 
 def _chosen(

@@ -9,7 +9,8 @@ import yaml
 from spaces import ALL_SHARDINGS, make_config
 
 from dflop.base import UserError
-from dflop.config import ScheduleConfig
+from dflop.base.commands import COMMANDS
+from dflop.config import ScheduleConfig, restrict, with_value
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
 from dflop.search.final_choice import _narrower
@@ -73,12 +74,13 @@ def test_a_plan_whose_batches_fit_in_no_schedule_gets_more_recomputed_layers(sea
 
 @pytest.fixture
 def without_room(search):
-    """A search that found only the plan that keeps most on a device, and a config with nine tenths of that."""
+    """A search that found only the plan that keeps most on a device, and a config with nine tenths of that, and with
+    the keys alone that `dflop plan` has."""
     found = search(make_config(4, 8))
     fullest = max(found.candidates, key=lambda own: max(own.memory_bytes.values()))
     memory_gib = 0.9 * max(fullest.memory_bytes.values()) / 2**30
     config = make_config(4, 8, memory_gib=memory_gib, fixed={"checkpointing": False})
-    return replace(found, candidates=[fullest]), config
+    return replace(found, candidates=[fullest]), restrict(config, COMMANDS["plan"].reads)
 
 
 def test_where_no_finalist_fits_plans_are_searched_that_keep_less(without_room, tiny_spec, costs, samples):
@@ -95,7 +97,7 @@ def test_searches_in_which_fewer_share_samples_come_before_those_with_less_memor
     plan = found.best.plan
     grids = tuple(replace(grid, cp=4) if grid.module == "llm" else grid for grid in plan.grids)
     found = replace(found, candidates=[replace(found.best, plan=replace(plan, grids=grids))])
-    config = replace(config, plan=replace(config.plan, cp_sizes=[1, 2, 4]))
+    config = with_value(config, "plan.cp_sizes", [1, 2, 4])
     narrower = [
         (own.plan.cp_sizes, own.cluster.memory_gib / config.cluster.memory_gib) for own in _narrower(config, found)
     ]
@@ -106,7 +108,7 @@ def test_searches_in_which_fewer_share_samples_come_before_those_with_less_memor
 
 def test_where_no_plan_fits_the_cheapest_is_chosen_and_it_is_said(without_room, tiny_spec, costs, samples):
     found, config = without_room
-    config = replace(config, cluster=replace(config.cluster, memory_gib=config.cluster.memory_gib / 20))
+    config = with_value(config, "cluster.memory_gib", config.cluster.memory_gib / 20)
     chosen = with_finalists_scheduled(found, config, tiny_spec, costs, samples)
     assert chosen.best is found.best
     assert "`cluster.memory_gib` is 0.0012" in chosen.trouble
