@@ -44,7 +44,7 @@ from dflop.schedule.global_batches import EvaluationBatches, GlobalBatches
 from dflop.schedule.memory_limit import MOST_LEFT_OUT, fits, fitted
 from dflop.schedule.microbatch_sizes import ideal_shares
 from dflop.schedule.pricer import Pricer
-from dflop.schedule.shared_batches import with_shares
+from dflop.schedule.shared_batches import holds_with_shares, with_shares
 from dflop.schedule.step_schedule import StepSchedule, schedule_of
 from dflop.schedule.step_search import StepSearch
 from dflop.shapes import SampleShapes
@@ -59,7 +59,7 @@ MOST_BUCKETS = 256
 _MOST_ROUNDS, _LEAST_GAIN, _SHARE_OF_STEP = 20, 5e-4, 0.25
 # The number of a run's batches that are checked before it starts, at 1 to 20 ms each.
 MOST_CHECKED = 1000
-# Of these, how many are checked where replicas share samples, which takes ten times as long.
+# Of these, how many are checked where replicas share samples, which takes longer.
 _MOST_FULLEST = 50
 # Where microbatches of the ideal, unequal sizes need too much memory: shares of the inequality that are tried instead.
 FLATTER = (0.8, 0.6, 0.4, 0.2)
@@ -185,20 +185,33 @@ class BatchScheduler:
     def _shares(self) -> np.ndarray:
         return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
 
-    def check(self, num_steps: int) -> None:
+    def check(self, num_steps: int, most_fullest: int = _MOST_FULLEST, *, searches: bool = True) -> None:
         """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled; where
-        replicas share samples, those of them that keep most bytes.
+        replicas share samples, only `most_fullest` of them, those that keep most bytes. Without `searches`, simple ways
+        to group a batch have to be enough.
 
         Raises:
             UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
         """
         steps = range(min(num_steps, MOST_CHECKED))
-        for step in steps if self.pricer.divider is None else self.fullest(len(steps), _MOST_FULLEST):
+        for step in steps if self.pricer.divider is None else self.fullest(len(steps), most_fullest):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
-            quick = quick_buckets(problem.loads_s, problem.num_buckets)
-            if not fits(self.pricer, shapes, self._split(shapes, problem, quick)):
-                self.schedule(step, LPT.name)
+            if self._holds_quickly(shapes, problem):
+                continue
+            try:
+                self._decide(shapes, problem, step, LPT)
+            except UserError:
+                if not searches:
+                    raise
+                self.schedule(step)
+
+    def _holds_quickly(self, shapes: SampleShapes, problem: BatchProblem) -> bool:
+        """Whether a batch fits into memory with its long samples shared, or where none are, in quick groups."""
+        if self.pricer.divider is not None:
+            return holds_with_shares(self.pricer, shapes, problem.loads_s)
+        quick = quick_buckets(problem.loads_s, problem.num_buckets)
+        return fits(self.pricer, shapes, self._split(shapes, problem, quick))
 
     def fullest(self, num_steps: int, count: int) -> list[int]:
         """Of the first steps, those whose batches keep most bytes on all devices together, the fullest first."""

@@ -4,6 +4,7 @@ Of the ways that fit into memory, the fastest is searched further. Whether whole
 scheduler.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from dflop.schedule.sharing import FILLS, deal_shares, degrees_of
 from dflop.schedule.step_search import StepSearch
 from dflop.shapes import SampleShapes
 
-__all__ = ["SharedBatch", "with_shares"]
+__all__ = ["SharedBatch", "holds_with_shares", "with_shares"]
 
 # How often a batch is dealt until it fits, and by how much less its buckets hold each time at least.
 _MOST_DEALT, _LESS = 6, 0.95
@@ -40,13 +41,7 @@ def with_shares(
     `loads_s` [num_samples, num_modules] are those of the plan's balancing problem; `num_trials` are those of the step
     search.
     """
-    plan, tried = pricer.plan, {}
-    for fill in reversed(FILLS):
-        degree = degrees_of(loads_s, shapes, plan.num_buckets, plan.grid("llm").cp, fill)
-        tried[degree.tobytes()] = f"shares of {fill:g}", degree
-    if all((degree == 1).all() for _, degree in tried.values()):
-        return None
-    starts = [_dealt(pricer, shapes, degree, name) for name, degree in tried.values()]
+    starts = _starts(pricer, shapes, loads_s)
     in_order = sorted((start for start in starts if np.isfinite(start.step_s)), key=lambda start: start.step_s)
     for number, start in enumerate(in_order):
         found, step_s = StepSearch(pricer, start.shapes).improve(start.assignment, num_trials, seed)
@@ -54,6 +49,23 @@ def with_shares(
             how = f"{start.how}, search {step_s / start.step_s - 1:+.1%}" if num_trials else start.how
             return SharedBatch(start.shapes, found, how, number, step_s)
     return None
+
+
+def holds_with_shares(pricer: Pricer, shapes: SampleShapes, loads_s: np.ndarray) -> bool:
+    """Whether `with_shares` finds a batch: it takes one way that fits, and no search."""
+    starts = _starts(pricer, shapes, loads_s)
+    return any(np.isfinite(start.step_s) and fits(pricer, start.shapes, start.assignment) for start in starts)
+
+
+def _starts(pricer: Pricer, shapes: SampleShapes, loads_s: np.ndarray) -> Iterator[SharedBatch]:
+    """The batch dealt with each number of shares that is tried, the finest first; none where no sample is long."""
+    plan, tried = pricer.plan, {}
+    for fill in reversed(FILLS):
+        degree = degrees_of(loads_s, shapes, plan.num_buckets, plan.grid("llm").cp, fill)
+        tried[degree.tobytes()] = f"shares of {fill:g}", degree
+    if any((degree > 1).any() for _, degree in tried.values()):
+        for name, degree in tried.values():
+            yield _dealt(pricer, shapes, degree, name)
 
 
 def _dealt(pricer: Pricer, shapes: SampleShapes, degree: np.ndarray, name: str) -> SharedBatch:

@@ -200,12 +200,8 @@ def _require_fit(scheduler: BatchScheduler) -> None:
     Raises:
         UserError: where one does not.
     """
-    if scheduler.pricer.plan.grid("llm").cp == 1:
-        scheduler.check(_MOST_STEPS)
-    else:
-        is_large = scheduler.batches.global_batch_size > _MOST_SAMPLES
-        for step in scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[is_large]):
-            scheduler.schedule(step, LPT.name)  # where that fits, so does a search, which takes longer
+    is_large = scheduler.batches.global_batch_size > _MOST_SAMPLES
+    scheduler.check(_MOST_STEPS, _NUM_FULLEST[is_large], searches=False)  # which would take longer
 
 
 def _scheduler(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BatchScheduler:

@@ -1,6 +1,7 @@
 """Schedules of plans in which replicas share long samples: whole, held by memory, and no slower than without."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import yaml
 from click.testing import CliRunner
 from long_samples import samples_of
 
+from dflop.base import UserError
 from dflop.cli import cli
 from dflop.config import AudioConfig, ClusterConfig, ScheduleConfig
 from dflop.plan import Grid, Plan
@@ -99,18 +101,51 @@ def test_long_samples_are_shared_by_neighbours_and_the_step_is_shorter(make_sche
     assert max(schedule.degree.max() for schedule in shared) == cp
 
 
-def test_where_memory_is_scarce_shares_hold_it(make_scheduler, samples):
-    """The longest sample alone needs more than there is."""
+@pytest.fixture
+def with_room_for(make_scheduler, samples):
+    """A scheduler whose devices hold a part of what the longest sample alone needs."""
     plan = plan_of("replicas", 4)
     roomy = make_scheduler(plan).pricer
     longest = samples.take(samples.llm_tokens.argsort()[-1:])
     needed = max(roomy.memory_bytes(longest, roomy.assign(longest, np.array([0]), np.array([0]))).values())
-    little = replace(CLUSTER, memory_gib=0.6 * needed / 2**30)
-    scheduler = make_scheduler(plan, "search", little)
+
+    def make(part: float, policy: str) -> BatchScheduler:
+        return make_scheduler(plan, policy, replace(CLUSTER, memory_gib=part * needed / 2**30))
+
+    return make
+
+
+def test_where_memory_is_scarce_shares_hold_it(with_room_for, samples):
+    scheduler = with_room_for(0.6, "search")
     for step in range(NUM_STEPS):
         schedule = scheduler.schedule(step)
         assert fits(scheduler.pricer, schedule.shapes, schedule.assignment)
         check_shares(schedule, samples, 4)
+
+
+@pytest.mark.parametrize("policy", ["lpt", "search"])
+def test_a_check_says_which_batches_can_be_scheduled(with_room_for, policy):
+    verdicts = set()
+    for part in np.linspace(0.4, 0.9, 11):
+        scheduler = with_room_for(part, policy)
+        fullest = scheduler.fullest(NUM_STEPS, 2)
+        with nullcontext() if (can_be := can_schedule(scheduler, fullest)) else pytest.raises(UserError):
+            scheduler.check(NUM_STEPS, 2)
+        if policy == "search" and can_be and not can_schedule(with_room_for(part, "lpt"), fullest):
+            with pytest.raises(UserError):
+                scheduler.check(NUM_STEPS, 2, searches=False)
+            verdicts.add("only a search")
+        verdicts.add(can_be)
+    assert verdicts == {True, False} | ({"only a search"} if policy == "search" else set())
+
+
+def can_schedule(scheduler: BatchScheduler, steps: list[int]) -> bool:
+    try:
+        for step in steps:
+            scheduler.schedule(step)
+    except UserError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("policy", ["lpt", "search"])
