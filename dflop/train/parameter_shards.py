@@ -9,6 +9,7 @@ tensor-parallel groups shard their part, which is made of plain tensors as every
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -57,16 +58,34 @@ class Units:
 class SharedPasses(nn.Module):
     """A stage's passes, which the replicas that share a copy of its parameters begin and end together.
 
-    The parameters that are in none of the stage's units become one more unit.
+    The parameters that are in none of the stage's units become one more unit. In each backward, the unit before the one
+    that computes is gathered. FSDP2 alone would do so in a backward that follows its own forward, but not where several
+    forwards come before their backwards.
     """
 
-    def __init__(self, stage: Stage, units: Units, trained: TrainedSet) -> None:
+    def __init__(self, stage: Stage, units: Units, trained: TrainedSet, num_still: int = 0) -> None:
+        """The first `num_still` layers have no backward."""
         super().__init__()
         self.stage, self._has_copies = stage, units.has_copies
         units.share(self, stage.those(trained.includes))
+        still = {stage.hf.get_submodule(name) for name in stage.layer_names[:num_still]}
+        if stage.module == "llm" and stage.is_first and not stage.hf.get_input_embeddings().weight.requires_grad:
+            still.add(stage.hf.get_input_embeddings())
+        in_order = [unit for unit in stage.modules() if isinstance(unit, FSDPModule) and unit not in still]
+        # The first one "gathers" itself: without any, FSDP2 would gather one that is still.
+        for before, unit in pairwise([*in_order[:1], *in_order, cast(FSDPModule, self)]):
+            unit.set_modules_to_backward_prefetch([before])
+
+    def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Run `compute`, which uses the stage."""
+        outputs = self(compute)
+        if not torch.is_grad_enabled():
+            # FSDP2 keeps the last unit gathered until a backward. None comes, and an update may.
+            cast(FSDPModule, self).reshard()
+        return outputs
 
     def forward(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Run `compute`, which uses the stage."""
+        """What `run` calls, between the hooks of FSDP2."""
         outputs = compute()
         learned = next((edge for edge, output in outputs.items() if output.requires_grad), None)
         return outputs if learned is None else outputs | {learned: with_unused(self, outputs[learned])}

@@ -69,7 +69,7 @@ class NodeModel:
     def run(self, compute: Callable[[], dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Run `compute`, which uses the stage; if replicas shard its parameters, together with these."""
         if self.shared:
-            return self.shared(compute)
+            return self.shared.run(compute)
         self.optimizer.wait_for_parameters(self.outside)  # layers wait for their own
         return compute()
 
@@ -211,11 +211,16 @@ def _build_node(
     # Parameters that are whole on every tensor-parallel rank are counted and written by the first one.
     whole = [name for name in stage.named_hf_parameters() if ranks.size > 1 and name not in stage.shards]
     if units:
-        shared = SharedPasses(stage, units, config.model.trained)
+        shared = SharedPasses(stage, units, config.model.trained, _num_still(config, node, spec, stage.layers))
         return _with_shared_parameters(common, shared, topology, _rates(config, stage), whole)
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
     return _with_whole_parameters(common, embedding, topology, _rates(config, stage), whole)
+
+
+def _num_still(config: Config, node: Node, spec: ModelSpec, layers: range) -> int:
+    """How many of a stage's layers have no backward: its first ones."""
+    return config.model.trained.among(spec.modules).ways(node.module).within(layers).num_still
 
 
 def _rates(config: Config, stage: Stage) -> dict[nn.Parameter, Rates]:
@@ -337,7 +342,7 @@ def _build_stage(
         num_recomputed=plan.recomputed_of(node.module, num_layers)[node.pp_stage],
         num_attention_kept=plan.attention_kept_of(node.module)[node.pp_stage],
         num_offloaded=plan.offloaded_of(node.module, num_layers)[node.pp_stage],
-        num_still=trained.among(spec.modules).ways(node.module).within(layers).num_still,
+        num_still=_num_still(config, node, spec, layers),
         ranks=ranks,
         share=units.share if units else None,
         is_empty=is_empty,
