@@ -2,10 +2,11 @@
 
 At its first use a kernel is loaded and a layer compiled, which may wait for all that runs on the GPU, and takes minutes
 on some ranks while others wait. Here each rank runs its stages on made-up microbatches instead, while nobody sends
-anything. What training reads stays as it is: parameters, random numbers, buffers, and gradients of zero.
+anything: one for each kind of microbatch that layers are compiled for on their own. What training reads stays as it is:
+parameters, random numbers, buffers, and gradients of zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,36 +18,56 @@ from dflop.train.rank_model import NodeModel, RankModel
 
 __all__ = ["warm_up"]
 
-# Several of everything: compilers take sizes of one for a case of its own.
-_NUM_ITEMS, _SEGMENTS, _NUM_TARGETS = 8, (40, 24), 16
+# Several of everything, and one item: compilers take a size of one for a case of its own.
+_NUMS_OF_ITEMS, _SEGMENTS, _NUM_TARGETS = (8, 1), (40, 24), 16
 
 
 def warm_up(model: RankModel, *, evaluates: bool) -> None:
-    """Run a forward and a backward of each of the rank's stages, and where the run `evaluates` a forward alone. Every
+    """Run forwards and backwards of each of the rank's stages, and where the run `evaluates` forwards alone. Every
     rank must call this, since ranks that divide a stage or share its parameters compute together."""
     for node in model.nodes:
         with _left_as_it_was(node.stage):
-            _train(model, node)
+            for load in _loads(node):
+                for has_gradient in _ways(model, node):
+                    _train(model, node, load, has_gradient)
             if evaluates:
+                node.stage.eval()
                 with torch.no_grad():
-                    node.stage.eval()
-                    _forward(model, node)
+                    for load in _loads(node):
+                        _forward(model, node, load, has_gradient=False)
         node.zero_grad()
 
 
-def _train(model: RankModel, node: NodeModel) -> None:
-    outputs = [output for output in _forward(model, node) if output.requires_grad]
+def _loads(node: NodeModel) -> list[tuple]:
+    """The loads of the microbatches, as `Point` has them. Tensor-parallel ranks fill up the tokens that they cannot
+    divide evenly, which is compiled anew: they get such a number, too."""
+    if node.node.module != "llm":
+        return [(number,) for number in _NUMS_OF_ITEMS]
+    uneven: Sequence[int] = (_SEGMENTS[0], _SEGMENTS[1] + 1)
+    return [(0, segments, _NUM_TARGETS) for segments in (_SEGMENTS, uneven)[: 1 + (node.ranks.size > 1)]]
+
+
+def _ways(model: RankModel, node: NodeModel) -> list[bool]:
+    """Whether what a stage reads has a gradient: behind a frozen embedding, a text does not, and one with media may."""
+    stage = node.stage
+    has_gradient = model.trained.gives_gradients_to(node.node.module, stage.layers.start)
+    reads_media = has_gradient and node.node.module == "llm" and stage.is_first
+    if reads_media and not stage.hf.get_input_embeddings().weight.requires_grad:
+        return [True, False]
+    return [has_gradient]
+
+
+def _train(model: RankModel, node: NodeModel, load: tuple, has_gradient: bool) -> None:
+    outputs = [output for output in _forward(model, node, load, has_gradient) if output.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
-def _forward(model: RankModel, node: NodeModel) -> list[torch.Tensor]:
-    load = (0, _SEGMENTS, _NUM_TARGETS) if node.node.module == "llm" else (_NUM_ITEMS,)
+def _forward(model: RankModel, node: NodeModel, load: tuple, has_gradient: bool) -> list[torch.Tensor]:
     runs = MadeUpRuns(model.spec, node.node.module, node.stage, node.dtype)
     run = runs.make(Point("stage", len(node.stage.layers), False, *load))
-    has_gradient = model.trained.gives_gradients_to(node.node.module, node.stage.layers.start)
     for leaf in run.inputs:
-        leaf.requires_grad_(torch.is_grad_enabled() and has_gradient)
+        leaf.requires_grad_(has_gradient)
     return list(node.run(lambda: dict(enumerate(run.forward()))).values())
 
 

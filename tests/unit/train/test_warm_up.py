@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dflop.config import load_config
+from dflop.models.compilation import compile_layers
 from dflop.plan import Grid, Plan
 from dflop.step import make_program
 from dflop.train.rank_model import build_rank_model
 from dflop.train.topology import place_in_world
-from dflop.train.warm_up import warm_up
+from dflop.train.warm_up import _forward, _train, warm_up
 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
@@ -35,10 +36,51 @@ def test_every_stage_runs_and_nothing_of_it_changes(family, rank, monkeypatch):
         dist.destroy_process_group()
     assert len(model.nodes) == 2
     for node in model.nodes:
-        assert ran[node.index] == dict.fromkeys(("training", "evaluation", "backward"), len(node.stage.layers))
+        # Of several items and of one; behind the frozen embedding with and without a gradient.
+        num_loads = 2 if node.node.module == "vision" else 1
+        num_trained = 2 if node.stage.is_first else 1
+        passes = {"training": num_trained, "evaluation": num_loads, "backward": num_trained}
+        assert ran[node.index] == {name: number * len(node.stage.layers) for name, number in passes.items()}
     after = state_of(model)
     assert before.keys() == after.keys()
     assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(None, marks=pytest.mark.exhaustive), {"modules": ["llm"], "rank": 2}],
+    ids=["everything", "adapters"],
+)
+def test_training_compiles_nothing_that_warming_up_has_not(lora):
+    grids = (Grid(module="vision", num_ranks=2), Grid(module="llm", num_ranks=2, tp=2))
+    plan = Plan(placement="colocated", grids=grids, num_microbatches=2)
+    config = load_config({"model": {"family": "llava_onevision", "preset": "tiny", "lora": lora}})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        topology = place_in_world(make_program(plan), torch.device("cpu"), torch.float32, dist.HashStore())
+        model = build_rank_model(config, plan, topology, torch.float32)
+        for node in model.nodes:
+            compile_layers(node.stage, "eager")
+        torch._dynamo.utils.counters.clear()
+        warm_up(model, evaluates=True)
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert num_graphs > 0
+        for node in model.nodes:
+            for size in LOADS[node.node.module]:
+                load = (size,) if node.node.module == "vision" else (0, size, 7)
+                for has_gradient in {model.trained.gives_gradients_to(node.node.module, 0), lora is None}:
+                    _train(model, node, load, has_gradient)
+                with torch.no_grad():
+                    node.stage.eval()
+                    _forward(model, node, load, has_gradient=False)
+                node.stage.train()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+
+
+LOADS = {"vision": [1, 2, 5, 17], "llm": [(30, 11), (9, 50, 4), (100, 28), (512,), (1000, 24), (1000, 25), (17,)]}
 
 
 def passes_of(model) -> dict[int, dict[str, int]]:
