@@ -36,7 +36,7 @@ from dflop.train.evaluation import Evaluation
 from dflop.train.export import export_model
 from dflop.train.export_adapter import export_adapter, writes_adapter
 from dflop.train.feed import JobStream, ScheduleFeed, SchedulePublisher
-from dflop.train.first_messages import meet_peers
+from dflop.train.first_messages import meet_groups, meet_peers
 from dflop.train.learning_rate import lr_factor
 from dflop.train.node_work import make_works
 from dflop.train.observations import NUM_WARMUP_STEPS, Observations
@@ -147,6 +147,7 @@ class Trainer:
         dist.barrier(group)
         self.watch.begin("first messages between ranks", max(_STARTING_S, config.train.peer_timeout_s))
         meet_peers(self.topology.links)
+        meet_groups(self.topology)
         is_trained = self.first_step >= config.train.steps
         begins = "every step is trained" if is_trained else f"step {self.first_step + 1} of {config.train.steps} begins"
         self._say(f"all is ready; {begins}")

@@ -11,7 +11,9 @@ from dflop.plan import Grid, Plan
 from dflop.step import Instruction, Op, Program, make_program
 from dflop.step.routes import make_routes
 from dflop.step.streams import unfinished
-from dflop.train.first_messages import meet_peers, peers_by_channel
+from dflop.train import first_messages
+from dflop.train.first_messages import meet_groups, meet_peers, peers_by_channel
+from dflop.train.groups import rank_groups
 from dflop.train.topology import place_in_world
 
 
@@ -94,3 +96,75 @@ def test_the_meeting_ends_even_if_all_channels_share_a_queue(placement, pp):
     program = meeting(make_program(plan_of(placement, world_size, pp)))
     assert any(program.instructions)
     assert unfinished(program, num_queues=1) == {}
+
+
+GROUPED = {
+    "replicas and tensor groups": plan_of("disjoint", 16),
+    "an encoder over two stages": plan_of("colocated", 16),
+    "chunks": Plan(
+        placement="colocated",
+        grids=(Grid(module="vision", num_ranks=8), Grid(module="llm", num_ranks=8, pp=2)),
+        num_microbatches=4,
+        schedule="interleaved_1f1b",
+        num_chunks=2,
+    ),
+    "shared samples and parameters": Plan(
+        placement="colocated",
+        grids=(
+            Grid(module="vision", num_ranks=8, sharding="parameters"),
+            Grid(module="llm", num_ranks=8, tp=2, cp=2),
+        ),
+        num_microbatches=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", GROUPED.values(), ids=GROUPED)
+def test_all_ranks_of_a_group_meet_in_it_and_none_waits_in_a_circle(plan, monkeypatch):
+    """Each collective waits for all of its group's ranks."""
+    lists = [meetings_of(plan, rank, monkeypatch) for rank in range(plan.world_size)]
+    sharing = {grid.module for grid in plan.grids if grid.gathers}  # warming up gathers and sums in their groups
+    for (purpose, module), groups in rank_groups(make_program(plan)).items():
+        if not (purpose in ("shards", "copies") or (purpose == "replicas" and module in sharing)):
+            met = {ranks for name, ranks in lists[groups[0][0]] if name in COLLECTIVES[purpose]}
+            assert set(groups) & met, (purpose, module)
+    left = [list(own) for own in lists]
+    while waiting := [own[0] for own in left if own]:
+        ready = {meeting for meeting in waiting if all(left[rank][:1] == [meeting] for rank in meeting[1])}
+        assert ready, waiting
+        left = [own[1:] if own and own[0] in ready else own for own in left]
+
+
+COLLECTIVES = {
+    "tensor": ["all_reduce"],
+    "replicas": ["reduce_scatter_flat", "all_gather_flat"],
+    "samples": ["all_to_all_single"],
+    "ends": ["reduce", "broadcast"],
+}
+
+
+def meetings_of(plan: Plan, rank: int, monkeypatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The collectives of a rank's meetings: their names and the ranks that take part."""
+    begun = []
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+
+    def noted(name: str, group: dist.ProcessGroup | None = None) -> None:
+        begun.append((name, tuple(dist.get_process_group_ranks(group or dist.group.WORLD))))
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    try:
+        topology = place_in_world(
+            make_program(plan, rank=rank), torch.device("cpu"), torch.float32, dist.HashStore(), is_tied=True
+        )
+        for name in ("all_reduce", "all_to_all_single", "reduce", "broadcast"):
+            monkeypatch.setattr(dist, name, lambda *_, name=name, group=None, **__: noted(name, group))
+        for name in ("reduce_scatter_flat", "all_gather_flat"):
+            monkeypatch.setattr(first_messages, name, lambda _, __, group, name=name: noted(name, group) or Done())
+        meet_groups(topology)
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+    return begun
