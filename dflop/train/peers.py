@@ -11,6 +11,7 @@ whose store is gone ends itself, too, unless it is about to end anyway.
 """
 
 import contextlib
+import faulthandler
 import json
 import math
 import os
@@ -19,15 +20,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
 from dflop.base.signals import children_of
 
-__all__ = ["PeerWatch", "longest_wait_s"]
+__all__ = ["PeerWatch", "longest_wait_s", "meeting"]
 
 # The number of signs of life in one time-out.
 _NUM_SIGNS = 20
@@ -52,18 +54,53 @@ _WAITS = (
 # Functions in which the host waits until the GPU has done what it was given, and so for other ranks.
 _READS = (
     ("train/step_sums.py", "sum_over_ranks"),
-    ("train/first_messages.py", "meet_peers"),
+    ("train/first_messages.py", "meet"),
     ("train/evaluation.py", "run"),
     ("train/trainer.py", "_peaks"),
     ("train/trainer.py", "_update"),
 )
+# On a GPU, these give work to it, and may stand in the middle of that until it has done what it has, or it waits.
+_GIVES = (("train/node_work.py", "forward"), ("train/node_work.py", "backward"))
 # Where a rank waits for its loaders, and how long it may while all ranks are alive: storage may stop for minutes.
 _LOADS = (("train/node_work.py", "_next_loaded"),)
 _LOADING, _LOADING_S = "loading its microbatch", 600.0
+_OR_AT_ITS_GPU = ", or waiting for its GPU"
 # How long a rank may take to end after the first node has.
 _AFTER_STORE_S = 30.0
+# How much later a rank ends that holds the interpreter while it waits to meet others.
+_NO_INTERPRETER_S = 10.0
 # How long a rank that ends the job waits for the others' flight records.
 _RECORDS_S = 10.0
+
+
+@contextlib.contextmanager
+def meeting(limit_s: float) -> Iterator[None]:
+    """A context in which ranks make their process groups. There is no watch yet, and NCCL waits for ever for a rank
+    that it cannot reach: where this takes longer, the process says so, with the place of each thread, and ends."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            print(
+                f"dflop: rank {os.environ.get('RANK')} on {socket.gethostname()} has not met the other ranks for "
+                f"{limit_s:.0f} s. Do the nodes reach each other? NCCL_SOCKET_IFNAME="
+                f"{os.environ.get('NCCL_SOCKET_IFNAME', '')} names the network interface, and NCCL_DEBUG=INFO says "
+                "what NCCL tries",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(file=sys.__stderr__)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    # The same by a thread that needs no interpreter, which the main thread may hold while it waits.
+    faulthandler.dump_traceback_later(limit_s + _NO_INTERPRETER_S, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def longest_wait_s(timeout_s: float, predicted_s: float, longest_s: float) -> float:
@@ -91,7 +128,7 @@ class PeerWatch(threading.Thread):
         constructed its watch before any of them calls `begin`."""
         super().__init__(daemon=True, name="peer-watch")
         self._store, self._rank, self._world_size = store.clone(), rank, world_size
-        self._compiled, self._waits = compiled, _WAITS + _READS * on_gpus
+        self._compiled, self._waits, self._gives = compiled, _WAITS + _READS * on_gpus, _GIVES * on_gpus
         self._about = {"carried": carried, "host": socket.gethostname(), "pid": os.getpid()}
         self._between_s = min(timeout_s / _NUM_SIGNS, _MOST_BETWEEN_S)
         self._main_thread = threading.get_ident()
@@ -161,8 +198,18 @@ class PeerWatch(threading.Thread):
 
     def _place(self) -> str:
         """Where the main thread is, in words: the innermost function of dflop or torch.distributed, and whether it
-        waits. Without loader processes it loads by itself."""
-        frame, place = sys._current_frames().get(self._main_thread), ""
+        waits. Without loader processes it loads by itself. The main thread waits in backward while a thread of
+        autograd's runs it for a GPU."""
+        frames = sys._current_frames()
+        place = self._place_in(frames.pop(self._main_thread, None))
+        if place.startswith("in backward"):
+            others = (self._place_in(frame) for frame in frames.values() if not _is_python_thread(frame))
+            place = next((other for other in others if other.startswith("waiting")), place)
+        return place
+
+    def _place_in(self, frame: FrameType | None) -> str:
+        """Where a thread with this innermost frame is."""
+        place = ""
         while frame is not None:
             path, function = frame.f_code.co_filename, frame.f_code.co_name
             if not place and any(path.endswith(end) and function.startswith(name) for end, name in self._waits):
@@ -171,6 +218,8 @@ class PeerWatch(threading.Thread):
                 return _LOADING
             if not place and "/dflop/" in path:
                 place = f"in {function} of {os.path.basename(path)}"
+                if any(path.endswith(end) and function == name for end, name in self._gives):
+                    place += _OR_AT_ITS_GPU
             frame = frame.f_back
         return place or "elsewhere"
 
@@ -188,13 +237,13 @@ class PeerWatch(threading.Thread):
             alive_s = max(alive_s, _LOADING_S)
         if not silent and (compiles or seconds < alive_s):
             return
-        busy = [rank for rank, sign in enumerate(now) if rank not in silent and not sign["at"].startswith("waiting")]
+        busy = [rank for rank, sign in enumerate(now) if rank not in silent and not _may_wait(sign)]
         named = silent or busy
         if self._store.compare_set(_SAID, "", str(self._rank)) == str(self._rank).encode():
             why = "no sign of life came from: " if silent else "all are alive, but these do not wait for another rank: "
             told = "; ".join(f"rank {rank} ({_told(now[rank])})" for rank in named[:8])
             if not named:
-                why = "all are alive and wait for each other"
+                why = "all are alive and wait for each other" + ", or for their GPUs" * bool(self._gives)
             with contextlib.suppress(OSError):  # stderr may be closed already
                 print(
                     f"dflop: {what} has not ended for {seconds:.0f} s (`train.peer_timeout_s`), and {why}{told}"
@@ -231,6 +280,18 @@ class PeerWatch(threading.Thread):
                 if self._store.check([f"recorded/{rank}" for rank in ranks]):
                     return
                 time.sleep(self._between_s)
+
+
+def _may_wait(sign: dict) -> bool:
+    """Whether a rank waits for another one, as far as its sign tells."""
+    return sign["at"].startswith("waiting") or sign["at"].endswith(_OR_AT_ITS_GPU)
+
+
+def _is_python_thread(frame: FrameType) -> bool:
+    """Whether a thread with this innermost frame is one of `threading`'s; those of torch's own are not."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename == threading.__file__
 
 
 def _told(sign: dict) -> str:

@@ -4,10 +4,13 @@ import json
 import os
 import socket
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from transformers.utils import logging
 
 from dflop.base import UserError
@@ -39,8 +42,9 @@ def main() -> int:
     except UserError as error:
         print(f"dflop: {in_one_line(error)}", file=sys.stderr, flush=True)
         return 2
-    except torch.OutOfMemoryError as error:
-        why = ". ".join(str(error).split(". ")[:2])  # that memory is full, and what was asked for
+    except (torch.OutOfMemoryError, dist.DistBackendError) as error:
+        if not (why := _why_full(error)):
+            raise
         print(
             f"dflop: rank {os.environ['RANK']} on {socket.gethostname()}: {why}. The plan was made for "
             f"{config.cluster.memory_gib:g} GiB: with a smaller `cluster.memory_gib` the next plan leaves more room, "
@@ -59,5 +63,25 @@ def main() -> int:
     return 0
 
 
+def _why_full(error: Exception) -> str | None:
+    """What was asked for of a device's memory that is full; None for another error of NCCL's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return ". ".join(str(error).split(". ")[:2])
+    return "NCCL's buffers do not fit: out of memory" if "out of memory" in str(error) else None
+
+
+def _end(code: int) -> NoReturn:
+    """End this process at once: where it fails, others may still wait for it, and NCCL would wait for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
+        _end(code)

@@ -41,7 +41,7 @@ from dflop.train.learning_rate import lr_factor
 from dflop.train.node_work import make_works
 from dflop.train.observations import NUM_WARMUP_STEPS, Observations
 from dflop.train.peak_memory import forget_peak, peak_memory
-from dflop.train.peers import PeerWatch, longest_wait_s
+from dflop.train.peers import PeerWatch, longest_wait_s, meeting
 from dflop.train.rank_clock import RankClock
 from dflop.train.rank_model import build_rank_model, forwards_that_read
 from dflop.train.resume import take_up
@@ -63,6 +63,8 @@ _COLLECT_EVERY = 20
 # How long a rank may be silent at the start, where it may hold the interpreter while it reads a tensor from a slow
 # disk; and how long first messages and first steps may take.
 _STARTING_S = 600.0
+# torch itself gives up ranks that do not come at all after `_STARTING_S`, with a reason.
+_MARGIN_S = 60.0
 
 
 class Trainer:
@@ -78,8 +80,8 @@ class Trainer:
         program = make_program(self.plan, config.model.trained, rank=int(os.environ["RANK"]))
         dtype = COMPUTES_IN[config.train.precision]
         is_tied = load_model_spec(config.model).has_tied_head
-        self.topology = join_world(self.plan, program, config.cluster.device, dtype, is_tied=is_tied)
-        world = self.topology
+        with meeting(max(_STARTING_S, config.train.peer_timeout_s) + _MARGIN_S):
+            world = self.topology = join_world(self.plan, program, config.cluster.device, dtype, is_tied=is_tied)
         compiled = self.compiled = compiled_so_far()
         self.watch = PeerWatch(
             world.store,

@@ -1,5 +1,6 @@
 """A rank that hangs ends the job soon, by name, wherever the others wait for it."""
 
+import ctypes
 import json
 import math
 import multiprocessing
@@ -196,6 +197,32 @@ def test_a_rank_that_hangs_while_it_builds_the_model_is_named(run, tmp_path):
     (said,) = [line for line in log.read_text().splitlines() if "no sign of life" in line]
     assert re.search(r"dflop: starting has not ended for \d+ s .*: rank 1 \(", said)
     assert "rank 0" not in said
+
+
+def _meet_nobody(log: Path, holds_interpreter: bool) -> None:
+    print_to(log)
+    peers._NO_INTERPRETER_S = 0.5
+    with peers.meeting(1.0):
+        if holds_interpreter:
+            ctypes.PyDLL(None).sleep(1000)  # as a library that keeps Python's lock
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("holds_interpreter", [False, True])
+def test_a_rank_that_cannot_meet_the_others_ends_and_says_where_it_waits(tmp_path, holds_interpreter):
+    rank = multiprocessing.get_context("forkserver").Process(
+        target=_meet_nobody, args=(tmp_path / "log", holds_interpreter)
+    )
+    try:
+        rank.start()
+        rank.join()
+    finally:
+        rank.kill()
+        rank.join()
+    said = (tmp_path / "log").read_text()
+    assert rank.exitcode == 1
+    assert ("has not met the other ranks for 1 s. Do the nodes reach each other?" in said) == (not holds_interpreter)
+    assert "in _meet_nobody" in said
 
 
 def test_a_step_may_take_the_time_out_or_a_few_times_what_is_known_of_it():

@@ -1,18 +1,30 @@
 """What ends a rank's training is told in one line, with the way out."""
 
 import json
+import os
+import subprocess
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from dflop.train import rank
 
+FULL = {
+    "CUDA out of memory. Tried to allocate 2.00 GiB. The plan was made": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of ..."
+    ),
+    "NCCL's buffers do not fit: out of memory. The plan was made": dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+}
 
-def test_a_gpu_that_is_full_is_named_with_what_to_lower(monkeypatch, capsys, tmp_path):
+
+@pytest.mark.parametrize("expected", FULL)
+def test_a_gpu_that_is_full_is_named_with_what_to_lower(expected, monkeypatch, capsys, tmp_path):
     def train(*_):
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of ..."
-        )
+        raise FULL[expected]
 
     files = dict.fromkeys(("shapes", "costs", "plan", "out"), str(tmp_path))
     config = {"cluster": {"memory_gib": 72}, "train": {"loader_workers": 1}}
@@ -27,5 +39,35 @@ def test_a_gpu_that_is_full_is_named_with_what_to_lower(monkeypatch, capsys, tmp
     assert rank.main() == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("dflop: rank 3 on ")
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB. The plan was made" in said
+    assert expected in said
     assert "72 GiB: with a smaller `cluster.memory_gib`" in said
+
+
+@pytest.mark.parametrize(("raised", "code"), [("UserError('no')", 2), ("RuntimeError('a message')", 1)])
+def test_a_rank_that_fails_waits_for_nobody(raised, code, tmp_path):
+    """A thread stands for communicators that torch would wait for."""
+    program = f"""
+import runpy, sys, threading, time
+from dflop.base import UserError
+from dflop.train import generation, trainer
+def train(*_):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise {raised}
+trainer.Trainer = train
+generation.Generation = lambda **_: None
+runpy.run_module("dflop.train.rank", run_name="__main__")
+"""
+    files = dict.fromkeys(("shapes", "costs", "plan", "out"), str(tmp_path))
+    config = {"model": {"family": "llava_onevision", "preset": "tiny"}, "train": {"loader_workers": 1}}
+    request = files | {"config": config, "generation": {"inputs": {}, "prices": ""}, "measured_on": None}
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(request)],
+        env=os.environ | {"RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code
+    last = done.stderr.splitlines()[-1]
+    assert last == ("dflop: no" if code == 2 else "RuntimeError: a message")
