@@ -13,7 +13,7 @@ assignment is checked before it is taken, including its memory with all microbat
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -185,16 +185,17 @@ class BatchScheduler:
     def _shares(self) -> np.ndarray:
         return ideal_shares(self.pricer.corrected(), self.samples, self.batches.global_batch_size)
 
-    def check(self, num_steps: int, most_fullest: int = _MOST_FULLEST, *, searches: bool = True) -> None:
-        """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled; where
-        replicas share samples, only `most_fullest` of them, those that keep most bytes. Without `searches`, simple ways
-        to group a batch have to be enough.
+    def check(self, num_steps: int, most_fullest: int | None = None, *, searches: bool = True) -> None:
+        """Check that the batches of the first `num_steps` steps, and of a thousand at most, can be scheduled, those
+        that keep most bytes first; with `most_fullest`, only so many of them. Where replicas share samples, these are
+        50. Without `searches`, simple ways to group a batch have to be enough.
 
         Raises:
             UserError: when a batch cannot fill the plan's buckets or does not fit into memory.
         """
-        steps = range(min(num_steps, MOST_CHECKED))
-        for step in steps if self.pricer.divider is None else self.fullest(len(steps), most_fullest):
+        num_steps = min(num_steps, MOST_CHECKED)
+        count = most_fullest or (num_steps if self.pricer.divider is None else _MOST_FULLEST)
+        for step in self.fullest(num_steps, count):
             shapes = self.samples.take(self.batches[step])
             problem = self.pricer.problem(shapes)
             if self._holds_quickly(shapes, problem):
@@ -205,6 +206,11 @@ class BatchScheduler:
                 if not searches:
                     raise
                 self.schedule(step)
+
+    def holds_quickly(self, steps: Iterable[int]) -> bool:
+        """Whether the batches of these steps fit into memory without much looking for how."""
+        batches = (self.samples.take(self.batches[step]) for step in steps)
+        return all(self._holds_quickly(shapes, self.pricer.problem(shapes)) for shapes in batches)
 
     def _holds_quickly(self, shapes: SampleShapes, problem: BatchProblem) -> bool:
         """Whether a batch fits into memory with its long samples shared, or where none are, in quick groups."""

@@ -8,10 +8,12 @@ Where that one needs more recomputed layers to fit, and still is among the faste
 
 A plan is only chosen once the batches of the first steps fit, with more recomputed layers if need be. They may
 need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
-so may count too little of it. Where no finalist is left, plans are searched again in which fewer replicas share
+so may count too little of it. Scheduled batches may also need less than those that price a plan: the chosen one then
+recomputes fewer layers. Where no finalist is left, plans are searched again in which fewer replicas share
 samples, then as if devices had less memory.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
@@ -30,7 +32,7 @@ from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResu
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.cp_sizes import search_plans
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.levels import with_more_recomputed
+from dflop.search.levels import with_fewer_recomputed, with_more_recomputed
 from dflop.search.space import is_cp_pinned
 from dflop.shapes import SampleShapes
 
@@ -43,6 +45,8 @@ _NUM_BATCHES, _CLEARLY = 2, 0.01
 _MOST_STEPS, _NUM_FULLEST = 200, (4, 2)
 # So many plans that train the LLM alike are scheduled, if those before do not fit as they are.
 _MOST_ALIKE = 3
+# Plans with fewer recomputed layers are looked at beyond the last whose fullest batches fit at once, and scheduled.
+_MOST_FEWER, _MOST_SCHEDULED = 3, 2
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
@@ -91,10 +95,11 @@ def _chosen(
 ) -> SearchResult | None:
     """The result with its choice made; None where no finalist's batches fit."""
     about = config, spec, costs, samples
-    finalists = _finalists(found)
-    if config.train.global_batch_size > _MOST_SAMPLES and found.best.plan.grid("llm").cp == 1:
+    finalists, is_large = _finalists(found), config.train.global_batch_size > _MOST_SAMPLES
+    shares = found.best.plan.grid("llm").cp > 1
+    if is_large and not shares:
         finalists = finalists[:1]
-    if len(finalists) < 2 and found.best.plan.grid("llm").cp == 1:
+    if len(finalists) < 2 and not shares and (is_large or not found.best.plan.checkpointing):
         with suppress(UserError), _scheduler(found.best.plan, *about).open() as scheduler:
             _require_fit(scheduler)
             return found
@@ -110,7 +115,9 @@ def _chosen(
                 break
     if chosen is None:
         return None
-    candidates = found.candidates if chosen in found.candidates else [*found.candidates, chosen]
+    priced, chosen = chosen, _with_fewer_recomputed(chosen, steps_s, *about)
+    candidates = [candidate for candidate in found.candidates if chosen is priced or candidate is not priced]
+    candidates += [] if chosen in candidates else [chosen]
     candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
     return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
 
@@ -152,6 +159,43 @@ def _with_room(
         with suppress(UserError):
             return roomy, _steps_s(roomy, best_s, *about, samples)
     return candidate, None
+
+
+def _with_fewer_recomputed(
+    chosen: Candidate, steps_s: np.ndarray, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> Candidate:
+    """The chosen plan, whose steps take `steps_s`, with fewer recomputed layers if its scheduled batches then fit. If
+    replicas share samples, that brought nothing, and of large batches it is not tried."""
+    is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
+    is_large, shares = config.train.global_batch_size > _MOST_SAMPLES, chosen.plan.grid("llm").cp > 1
+    if is_pinned or is_large or shares or not chosen.plan.checkpointing:
+        return chosen
+    about, trained = (config, spec, costs), config.model.trained.among(spec.modules)
+    pricer = PlanPricer(chosen.plan, *about, GroupedBatches(*about, samples, 1), LPT)
+    plans = list(with_fewer_recomputed(chosen.plan, spec, trained, spares_attention=pricer.spares_attention))
+    with _scheduler(chosen.plan, *about, samples).open() as scheduler:
+        fullest = scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[0])
+
+        def lacks_room(plan: Plan) -> bool:
+            return not scheduler.priced_by(pricer_of(plan, *about)).holds_quickly(fullest)
+
+        num_fitting = bisect_left(plans, True, key=lacks_room)
+        for plan in plans[num_fitting : num_fitting + _MOST_FEWER]:
+            try:
+                scheduler.priced_by(pricer_of(plan, *about)).check(_MOST_STEPS, _NUM_FULLEST[0], searches=False)
+            except UserError:
+                break
+            num_fitting += 1
+    for plan in reversed(plans[max(0, num_fitting - _MOST_SCHEDULED) : num_fitting]):
+        fewer = pricer.recomputing(plan).candidate()
+        with suppress(UserError):
+            if _steps_s(fewer, None, *about, samples).mean() < steps_s.mean():
+                # Its batches fit as they are scheduled. As the search groups them, some may not.
+                limit_bytes = config.cluster.memory_gib * 2**30
+                memory_bytes = {module: min(size, limit_bytes) for module, size in fewer.memory_bytes.items()}
+                bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
+                return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
+    return chosen
 
 
 def _holds_all(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:
@@ -201,7 +245,9 @@ def _require_fit(scheduler: BatchScheduler) -> None:
         UserError: where one does not.
     """
     is_large = scheduler.batches.global_batch_size > _MOST_SAMPLES
-    scheduler.check(_MOST_STEPS, _NUM_FULLEST[is_large], searches=False)  # which would take longer
+    shares = scheduler.pricer.plan.grid("llm").cp > 1
+    # A search would take longer.
+    scheduler.check(_MOST_STEPS, _NUM_FULLEST[is_large] if shares else None, searches=False)
 
 
 def _scheduler(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BatchScheduler:

@@ -8,7 +8,7 @@ three but for attention, level 6 two as a whole and two but for attention. Level
 a whole and one not at all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = [
     "Recomputed",
     "at_levels",
     "of_stages",
+    "with_fewer_recomputed",
     "with_more_recomputed",
     "with_recomputed",
     "without_recomputed",
@@ -123,6 +124,19 @@ def with_more_recomputed(
     if PLACEMENTS[plan.placement].shares_ranks and has_encoders_left:
         more["llm"] = levels.now["llm"]
     return levels.plan_at(more)
+
+
+def with_fewer_recomputed(
+    plan: Plan, spec: ModelSpec, trained: TrainedSet, *, spares_attention: bool = False
+) -> Iterator[Plan]:
+    """The plan with ever fewer recomputed layers, one of each device at a time: first the LLM's, then the encoders'."""
+    levels = Levels(plan, spec, trained, spares_attention=spares_attention)
+    left = dict(levels.now)
+    for of_llm in (True, False):
+        modules = [module for module in left if (module == "llm") == of_llm]
+        while any(left[module].any() for module in modules):
+            left |= {module: np.maximum(left[module] - 1, 0) for module in modules}
+            yield levels.plan_at(left)
 
 
 def without_recomputed(plan: Plan) -> Plan:

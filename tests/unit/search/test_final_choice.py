@@ -72,6 +72,35 @@ def test_a_plan_whose_batches_fit_in_no_schedule_gets_more_recomputed_layers(sea
             scheduler.check(200)
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_the_chosen_plan_recomputes_no_layer_that_its_scheduled_batches_have_room_for(
+    search, tiny_spec, costs, samples, is_pinned
+):
+    found = search(make_config(4, 8))
+    plain = next(own for own in found.candidates if not own.plan.checkpointing)
+    everything = replace(plain, plan=replace(plain.plan, checkpointing=True), bottleneck="memory")
+    most_gib = max(plain.memory_bytes.values()) / 2**30
+    pins = {"fixed": {"checkpointing": True}} if is_pinned else {}
+    for part in (1.5, 0.99, 0.9):
+        memory_gib = part * most_gib
+        config = make_config(4, 8, memory_gib=memory_gib, **pins)
+        alone = replace(found, candidates=[everything])
+        chosen = with_finalists_scheduled(alone, config, tiny_spec, costs, samples)
+        if is_pinned:
+            assert chosen.best is everything
+            continue
+        assert chosen.candidates == [chosen.best]
+        assert max(chosen.best.memory_bytes.values()) <= memory_gib * 2**30
+        fewer_s, before_s = (scheduled_s(own, config, tiny_spec, costs, samples) for own in (chosen.best, everything))
+        assert fewer_s < before_s
+        pricer = pricer_of(chosen.best.plan, config, tiny_spec, costs)
+        batches = GlobalBatches(len(samples), config.train.global_batch_size, config.seed)
+        BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed).check(200)
+        if part > 1:
+            assert not chosen.best.plan.checkpointing
+            assert chosen.best.bottleneck != "memory"
+
+
 @pytest.fixture
 def without_room(search):
     """A search that found only the plan that keeps most on a device, and a config with nine tenths of that, and with
