@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from statistics import fmean
 
 import numpy as np
@@ -18,7 +19,7 @@ from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import Assignment, BatchScheduler, GlobalBatches, Pricer, StepSchedule, fits, fitted, schedule_of
 from dflop.search import GroupedBatches, pricer_of, search_plans, with_finalists_scheduled
-from dflop.search.levels import with_more_recomputed
+from dflop.search.levels import with_fewer_recomputed, with_more_recomputed
 from dflop.shapes import SampleShapes
 
 __all__ = [
@@ -36,6 +37,8 @@ OURS = "dflop"
 NUM_TRIED = 2
 # Where samples change places, which takes seconds if it fails, an encoder is recomputed in so many steps, and the LLM.
 _FEW_PARTS = 1, 2
+# How many recomputed layers of each device less than in the search are tried.
+_NUM_FEWER = 3
 # What the status of a schedule says whose samples had to change places.
 _MADE_TO_FIT = "made to fit"
 
@@ -119,9 +122,10 @@ def fastest_that_fits(
     """The pricer of the system's fastest plan that holds the batches of these steps, and its schedules of them.
 
     A plan's speed is its mean step time over the first `NUM_TRIED` batches of `shapes`, assigned by the system's own
-    policy. Where one of `shapes` does not fit, a few layers more are recomputed, unless the system rules it out:
-    whoever runs out of memory does that. Samples change places before that where the system `moves_samples`, else only
-    where no plan holds all batches, even with all layers recomputed.
+    policy. Plans with up to `_NUM_FEWER` recomputed layers less are tried, too, as the search's batches may need more
+    memory than the system's own. Where one of `shapes` does not fit, a few layers more are recomputed, unless the
+    system rules it out: whoever runs out of memory does that. Samples change places before that where the system
+    `moves_samples`, else only where no plan holds all batches, even with all layers recomputed.
 
     Raises:
         UserError: saying why no plan fits.
@@ -148,6 +152,10 @@ def fastest_that_fits(
 
     for candidate in system.plans(config, spec, costs, samples):
         add(candidate.plan)
+        spares = {"spares_attention": any(candidate.plan.grid("llm").attention_kept)}
+        fewer = with_fewer_recomputed(candidate.plan, spec, trained, **spares) if system.recomputes(config) else ()
+        for plan in islice(fewer, _NUM_FEWER):
+            add(plan)
     last = []
     while waiting:
         _, _, pricer, schedules = heapq.heappop(waiting)
