@@ -43,7 +43,10 @@ def test_a_gpu_that_is_full_is_named_with_what_to_lower(expected, monkeypatch, c
     assert "72 GiB: with a smaller `cluster.memory_gib`" in said
 
 
-@pytest.mark.parametrize(("raised", "code"), [("UserError('no')", 2), ("RuntimeError('a message')", 1)])
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [pytest.param("UserError('no')", 2, marks=pytest.mark.exhaustive), ("RuntimeError('a message')", 1)],
+)
 def test_a_rank_that_fails_waits_for_nobody(raised, code, tmp_path):
     """A thread stands for communicators that torch would wait for."""
     program = f"""
