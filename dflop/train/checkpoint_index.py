@@ -18,7 +18,16 @@ from dflop.base import UserError, printable
 
 __all__ = ["IndexReader"]
 
+
+def _member(of: Any, name: Any) -> Any:
+    """A way to lay out a tensor. Python 3.11.2, which is Debian 12's, writes one as `getattr` of its class."""
+    if of is not metadata._MEM_FORMAT_ENCODING or name not in of.__members__:
+        raise pickle.UnpicklingError("it names builtins.getattr, as no checkpoint of dflop does")
+    return of[name]
+
+
 _NAMED = {
+    ("builtins", "getattr"): _member,
     **{
         (of.__module__, of.__name__): of
         for of in (

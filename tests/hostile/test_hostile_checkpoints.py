@@ -16,6 +16,7 @@ from fuzzing import damaged, fuzz
 from PIL import Image
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from dflop.base import UserError
 from dflop.cli import main
@@ -83,6 +84,19 @@ def test_a_checkpoint_whose_index_calls_a_function_is_refused_and_the_function_i
         ):
             load_checkpoint(tmp_path, [part(0.0)])
     assert not (tmp_path / "called").exists()
+
+
+def test_an_index_that_an_early_python_3_11_has_written_is_read(checkpoint, tmp_path, monkeypatch):
+    index = FileSystemReader(checkpoint).read_metadata()
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda own, _: (getattr, (type(own), own.name)))
+    written = pickle.dumps(index)
+    assert b"getattr" in written
+    (tmp_path / ".metadata").write_bytes(written)
+    assert IndexReader(tmp_path).read_metadata() == index
+    for other in (Call(getattr, _MEM_FORMAT_ENCODING, "mro"), Call(getattr, torch.Size, "numel")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(other))
+        with pytest.raises(UserError, match=r"it names builtins\.getattr"):
+            IndexReader(tmp_path).read_metadata()
 
 
 def test_an_index_that_names_a_file_outside_the_checkpoint_is_refused(checkpoint, tmp_path):
