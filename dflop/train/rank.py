@@ -21,6 +21,9 @@ from dflop.train.run_folder import MeasuredOn, RunFiles
 from dflop.train.stopping import StopRequest, end_loaders
 from dflop.train.trainer import Trainer
 
+# What NCCL says where its buffers do not fit into a device's memory.
+_NCCL_SAYS = "out of memory", "Failed to CUDA calloc"
+
 
 def main() -> int:
     stop = StopRequest()
@@ -42,19 +45,14 @@ def main() -> int:
     except UserError as error:
         print(f"dflop: {in_one_line(error)}", file=sys.stderr, flush=True)
         return 2
-    except (torch.OutOfMemoryError, dist.DistBackendError) as error:
-        if not (why := _why_full(error)):
-            raise
-        print(
-            f"dflop: rank {os.environ['RANK']} on {socket.gethostname()}: {why}. The plan was made for "
-            f"{config.cluster.memory_gib:g} GiB: with a smaller `cluster.memory_gib` the next plan leaves more room, "
-            "and training resumes from its last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 2
     except (RuntimeError, OSError, EOFError) as error:  # torch raises one wherever the rank is when a loader dies
-        if not (reason := why_loading_ended(error)):
+        if why := _why_full(error):
+            reason = (
+                f"rank {os.environ['RANK']} on {socket.gethostname()}: {why}. The plan was made for "
+                f"{config.cluster.memory_gib:g} GiB: with a smaller `cluster.memory_gib` the next plan leaves more "
+                "room, and training resumes from its last checkpoint"
+            )
+        elif not (reason := why_loading_ended(error)):
             raise
         print(f"dflop: {reason}", file=sys.stderr, flush=True)
         return 2
@@ -64,10 +62,11 @@ def main() -> int:
 
 
 def _why_full(error: Exception) -> str | None:
-    """What was asked for of a device's memory that is full; None for another error of NCCL's."""
+    """What was asked for of a device's memory that is full; None for another error."""
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2])
-    return "NCCL's buffers do not fit: out of memory" if "out of memory" in str(error) else None
+    is_full = isinstance(error, dist.DistBackendError) and any(said in str(error) for said in _NCCL_SAYS)
+    return "NCCL's buffers do not fit: out of memory" if is_full else None
 
 
 def _end(code: int) -> NoReturn:

@@ -11,20 +11,23 @@ import torch.distributed as dist
 
 from dflop.train import rank
 
-FULL = {
-    "CUDA out of memory. Tried to allocate 2.00 GiB. The plan was made": torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of ..."
+_OF_NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error\nLast error:\n"
+FULL = [
+    (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. The plan was made",
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of ..."),
     ),
-    "NCCL's buffers do not fit: out of memory. The plan was made": dist.DistBackendError(
-        "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+    *(
+        ("NCCL's buffers do not fit: out of memory. The plan was made", dist.DistBackendError(_OF_NCCL + last))
+        for last in ("Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 1920 bytes")
     ),
-}
+]
 
 
-@pytest.mark.parametrize("expected", FULL)
-def test_a_gpu_that_is_full_is_named_with_what_to_lower(expected, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(("expected", "error"), FULL)
+def test_a_gpu_that_is_full_is_named_with_what_to_lower(expected, error, monkeypatch, capsys, tmp_path):
     def train(*_):
-        raise FULL[expected]
+        raise error
 
     files = dict.fromkeys(("shapes", "costs", "plan", "out"), str(tmp_path))
     config = {"cluster": {"memory_gib": 72}, "train": {"loader_workers": 1}}
