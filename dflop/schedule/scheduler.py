@@ -213,9 +213,9 @@ class BatchScheduler:
         return all(self._holds_quickly(shapes, self.pricer.problem(shapes)) for shapes in batches)
 
     def _holds_quickly(self, shapes: SampleShapes, problem: BatchProblem) -> bool:
-        """Whether a batch fits into memory with its long samples shared, or where none are, in quick groups."""
-        if self.pricer.divider is not None:
-            return holds_with_shares(self.pricer, shapes, problem.loads_s)
+        """Whether a batch fits into memory with its long samples shared, or in quick groups."""
+        if self.pricer.divider is not None and holds_with_shares(self.pricer, shapes, problem.loads_s):
+            return True
         quick = quick_buckets(problem.loads_s, problem.num_buckets)
         return fits(self.pricer, shapes, self._split(shapes, problem, quick))
 

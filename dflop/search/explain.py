@@ -108,7 +108,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     if best not in result.candidates[:_NUM_SHOWN]:
         lines += ["    …", _line(best, best, f"{result.candidates.index(best) + 1:2}")]
     lines += ["", f"chosen: {best.plan}"]
-    if result.num_finalists:
+    if result.num_finalists > 1:
         lines.append(f"  {_of_finalists(result)}")
     lines += ["", "instead, on the same batches:"]
     for baseline in baselines:
@@ -163,7 +163,7 @@ def _why(result: SearchResult, config: Config) -> str:
         f"{opening} expected step of {result.num_plans} plans; bound by {_bound_by(best, config)} "
         f"(busiest rank: {busiest})."
     )
-    if result.num_finalists:
+    if result.num_finalists > 1:
         why += f" {_of_finalists(result)}."
     if others and is_shortest:
         why += f" The next, {others[0].plan}, takes {others[0].step_s / best.step_s:.2f}x as long."

@@ -190,12 +190,20 @@ def _with_fewer_recomputed(
         fewer = pricer.recomputing(plan).candidate()
         with suppress(UserError):
             if _steps_s(fewer, None, *about, samples).mean() < steps_s.mean():
-                # Its batches fit as they are scheduled. As the search groups them, some may not.
-                limit_bytes = config.cluster.memory_gib * 2**30
-                memory_bytes = {module: min(size, limit_bytes) for module, size in fewer.memory_bytes.items()}
+                memory_bytes = _scheduled_bytes(plan, *about, samples)  # in the search's groups some may not fit
                 bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
                 return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
     return chosen
+
+
+def _scheduled_bytes(
+    plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
+) -> dict[str, float]:
+    """By module, the peak bytes of its fullest rank over the scheduled batches."""
+    with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
+        schedules = map(scheduler.schedule, range(_NUM_BATCHES))
+        peaks = [scheduler.pricer.memory_bytes(own.shapes, own.assignment) for own in schedules]
+    return {module: max(own[module] for own in peaks) for module in peaks[0]}
 
 
 def _holds_all(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:

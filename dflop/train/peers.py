@@ -84,7 +84,7 @@ def meeting(limit_s: float) -> Iterator[None]:
                 f"dflop: rank {os.environ.get('RANK')} on {socket.gethostname()} has not met the other ranks for "
                 f"{limit_s:.0f} s. Do the nodes reach each other? NCCL_SOCKET_IFNAME="
                 f"{os.environ.get('NCCL_SOCKET_IFNAME', '')} names the network interface, and NCCL_DEBUG=INFO says "
-                "what NCCL tries",
+                "what NCCL tries. A longer `train.peer_timeout_s` gives them more time",
                 file=sys.stderr,
                 flush=True,
             )
@@ -209,7 +209,7 @@ class PeerWatch(threading.Thread):
 
     def _place_in(self, frame: FrameType | None) -> str:
         """Where a thread with this innermost frame is."""
-        place = ""
+        place, gives = "", False
         while frame is not None:
             path, function = frame.f_code.co_filename, frame.f_code.co_name
             if not place and any(path.endswith(end) and function.startswith(name) for end, name in self._waits):
@@ -218,10 +218,9 @@ class PeerWatch(threading.Thread):
                 return _LOADING
             if not place and "/dflop/" in path:
                 place = f"in {function} of {os.path.basename(path)}"
-                if any(path.endswith(end) and function == name for end, name in self._gives):
-                    place += _OR_AT_ITS_GPU
+            gives = gives or any(path.endswith(end) and function == name for end, name in self._gives)
             frame = frame.f_back
-        return place or "elsewhere"
+        return (place or "elsewhere") + _OR_AT_ITS_GPU * gives
 
     def _signs(self) -> list[dict]:
         return [json.loads(sign) for sign in self._store.multi_get([f"alive/{r}" for r in range(self._world_size)])]

@@ -66,7 +66,10 @@ def test_a_main_thread_in_backward_waits_where_autograds_thread_does(starts):
     ends.set()
     own = "in backward of node_work.py, or waiting for its GPU"
     assert places == ["waiting in all_reduce" if starts == "autograd" else own]
-    assert _may_wait({"at": places[0]})
+    inner = function_of("/dflop/models/stages.py", "encode", inner=look)
+    function_of("/dflop/train/node_work.py", "forward", inner=inner)()
+    assert places[1] == "in encode of stages.py, or waiting for its GPU"
+    assert all(_may_wait({"at": place}) for place in places)
     assert not _may_wait({"at": "in forward of node_work.py"})
 
 
