@@ -282,7 +282,7 @@ class PeerWatch(threading.Thread):
 
 
 def _may_wait(sign: dict) -> bool:
-    """Whether a rank waits for another one, as far as its sign tells."""
+    """Whether a rank may wait for another one or its GPU, by the place in its last sign of life."""
     return sign["at"].startswith("waiting") or sign["at"].endswith(_OR_AT_ITS_GPU)
 
 
