@@ -67,10 +67,10 @@ def host_bytes_per_s(cluster: ClusterConfig) -> float:
     device = find_device(cluster.device_model, _models_file(cluster))
     if device is None:
         raise UserError(
-            "layers are offloaded (`cluster.host_memory_gib`) as fast as `dflop profile-links` measures or a data "
-            "sheet says (`host_bytes_per_s`), and there is no sheet of `cluster.device_model` "
-            f"{cluster.device_model!r}: measure, name another, give a sheet in `cluster.device_models`, or leave "
-            "`cluster.host_memory_gib` out"
+            "layers and the optimiser's state are offloaded (`cluster.host_memory_gib`) as fast as "
+            "`dflop profile-links` measures or a data sheet says (`host_bytes_per_s`), and there is no sheet of "
+            f"`cluster.device_model` {cluster.device_model!r}: measure, name another, give a sheet in "
+            "`cluster.device_models`, or leave `cluster.host_memory_gib` out"
         )
     return device.host_bytes_per_s
 

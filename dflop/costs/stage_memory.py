@@ -10,7 +10,7 @@ from dflop.base.kernels import kernel
 from dflop.costs.forms import PackedForms, form_at
 from dflop.costs.stage_kind import ALL_PARTS, StageKind, counts_of
 from dflop.models.loads import Coefficients
-from dflop.plan.leaving import most_still_here
+from dflop.plan.leaving import most_still_here, values_of_part
 
 __all__ = ["Resident", "StageMemory", "memories_of_kinds", "memory_of_parts", "resident_parts"]
 
@@ -44,21 +44,33 @@ class Resident(NamedTuple):
 
 
 def resident_parts(
-    trained_bytes: Bytes, frozen_bytes: Bytes, dp: int, *, value_bytes: int, num_shards: int = 1
+    trained_bytes: Bytes,
+    frozen_bytes: Bytes,
+    dp: int,
+    *,
+    value_bytes: int,
+    num_shards: int = 1,
+    offloads_optimizer: bool = False,
 ) -> Resident:
     """The bytes of a stage with `dp` replicas, and so many bytes of trained and of frozen parameters in fp32.
 
     Parameters are values of `value_bytes`. Where they are trained, gradients and AdamW's two moments are in fp32 at
     least, and parameters in a smaller precision have fp32 masters. Moments and masters are divided among the replicas.
     With `num_shards` above 1, each group of `num_shards` replicas shards the parameters and everything else. Of trained
-    parameters only the masters are then held, which serve for computing, too."""
+    parameters only the masters are then held, which serve for computing, too. Of a state in host memory
+    (`offloads_optimizer`), two parts are on the device."""
     count, held_bytes = trained_bytes / 4, max(4, value_bytes)
     frozen = frozen_bytes / 4 * (value_bytes / num_shards)
     if num_shards > 1:
-        own = count * (held_bytes / num_shards)
-        return Resident(own + frozen, own, 2 * own)
-    masters_bytes = held_bytes if value_bytes < held_bytes else 0
-    return Resident(count * value_bytes + frozen, count * held_bytes, count * ((2 * held_bytes + masters_bytes) / dp))
+        own, state_bytes = count * (held_bytes / num_shards), 2 * held_bytes
+        resident = Resident(own + frozen, own, 2 * own)
+    else:
+        state_bytes = 2 * held_bytes + (held_bytes if value_bytes < held_bytes else 0)
+        resident = Resident(count * value_bytes + frozen, count * held_bytes, count * (state_bytes / dp))
+    if offloads_optimizer:
+        num_here = 2 * values_of_part(count / (num_shards if num_shards > 1 else dp))
+        return resident._replace(optimizer=num_here * state_bytes)
+    return resident
 
 
 def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:

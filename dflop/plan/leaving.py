@@ -1,12 +1,22 @@
-"""Behind which layers of a stage the saved tensors of its offloaded layers have left for host memory.
+"""What is still on a device of what waits in host memory: saved tensors of offloaded layers, and the optimiser's state.
 
 A stage offloads its first layers. Their copies follow one another, and are spread evenly over the layers of a forward:
 of 28 layers, the tensors of layers 0, 1 and 2 have left behind layers 9, 18 and 26. Backward takes the same way back.
+
+An offloaded optimiser state comes part by part to be updated, and two parts are on the device: one is copied while the
+other is updated.
 """
 
 from functools import lru_cache
+from typing import TypeVar
 
-__all__ = ["leaves_behind", "most_hidden", "most_still_here"]
+import numpy as np
+
+__all__ = ["leaves_behind", "most_hidden", "most_still_here", "values_of_part"]
+
+Number = TypeVar("Number", float, np.ndarray)
+# A copy of 16 MiB takes all of a link.
+_MOST_VALUES, _ALIGNED = 1 << 22, 64
 
 
 @lru_cache(maxsize=4096)
@@ -32,3 +42,8 @@ def most_hidden(num_layers: int, copy_of_forward: float) -> int:
     """How many layers a stage can offload while computing hides their copies, where the copy of one layer's tensors
     takes `copy_of_forward` times as long as its forward."""
     return max(0, min(num_layers - 2, int((num_layers - 2) / copy_of_forward)))
+
+
+def values_of_part(num_values: Number) -> Number:
+    """How many of the `num_values` that an offloaded optimiser updates are in each of its two parts on the device."""
+    return np.minimum(_MOST_VALUES, np.ceil(num_values / (2 * _ALIGNED)) * _ALIGNED)

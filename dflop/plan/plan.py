@@ -24,6 +24,7 @@ class Plan:
     `placement` and `schedule` are names in the tables `PLACEMENTS` and `SCHEDULES`. `num_chunks` is the number of
     separate groups of consecutive LLM layers that an LLM rank holds. With `checkpointing`, layers are recomputed in
     backward: all layers if no grid has `recomputed`. If some grids have it, the others recompute nothing and get zeros.
+    With `offloads_optimizer`, the optimiser's moments and masters are in host memory between steps.
 
     Raises:
         UserError: when the grids do not fit the placement, or the numbers or checkpointing do not fit the schedule.
@@ -35,6 +36,7 @@ class Plan:
     checkpointing: bool = False
     schedule: str = PLAIN_SCHEDULE
     num_chunks: int = 1
+    offloads_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if not self.grids or self.grids[-1].module != "llm":
@@ -186,6 +188,7 @@ class Plan:
             "checkpointing": self.checkpointing,
             "schedule": self.schedule,
             "num_chunks": self.num_chunks,
+            "offloads_optimizer": self.offloads_optimizer,
         }
 
     def __str__(self) -> str:
@@ -210,7 +213,8 @@ class Plan:
         checkpointing = ", checkpointing" + (f" (layers {some})" if some else "")
         checkpointing = checkpointing if self.checkpointing else ""
         microbatches = f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''}"
-        return f"{self.placement}: {grids}, {microbatches}, {self.schedule}{chunks}{checkpointing}"
+        away = ", optimizer offloaded" if self.offloads_optimizer else ""
+        return f"{self.placement}: {grids}, {microbatches}, {self.schedule}{chunks}{checkpointing}{away}"
 
 
 def _joined(counts: Sequence[int]) -> str:

@@ -24,7 +24,9 @@ __all__ = ["check_layers", "load_plan", "plan_from_dict", "read_plan_file"]
 _MOST_RANKS = 1_000_000
 _MOST_MICROBATCHES = 65_536
 _MOST_LAYERS = 10_000
-_PLAN_FIELDS = ("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks")
+_PLAN_FIELDS = (
+    *("placement", "grids", "num_microbatches", "checkpointing", "schedule", "num_chunks", "offloads_optimizer"),
+)
 _GRID_FIELDS = (
     *("num_ranks", "tp", "pp", "dp", "rank_offset", "layers", "recomputed", "attention_kept"),
     *("offloaded", "sharding", "shards", "cp"),
@@ -74,8 +76,8 @@ _SECTIONS = TypeAdapter(_Sections)
 
 
 def plan_from_dict(values: Mapping[str, Any]) -> Plan:
-    """The plan that `Plan.to_dict` gave. `num_chunks` may be missing, and so may a grid's `dp`, `layers`, `recomputed`,
-    `attention_kept`, `offloaded`, `sharding`, `shards` and `cp`, as in older files.
+    """The plan that `Plan.to_dict` gave. As in older files, `num_chunks` and `offloads_optimizer` may be missing, and
+    `dp`, `layers`, `recomputed`, `attention_kept`, `offloaded`, `sharding`, `shards` and `cp` of a grid.
 
     Raises:
         UserError: naming a field that is missing, unknown or of the wrong kind, or a `dp` that does not follow from the
@@ -97,6 +99,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
         checkpointing=_switch(plan, "checkpointing"),
         schedule=_choice(plan, "plan", "schedule", SCHEDULES),
         num_chunks=_whole({"num_chunks": 1} | plan, "plan", "num_chunks", 1, _MOST_LAYERS),
+        offloads_optimizer=_switch({"offloads_optimizer": False} | plan, "offloads_optimizer"),
     )
 
 

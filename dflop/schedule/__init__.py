@@ -39,7 +39,7 @@ from dflop.schedule.scheduler import BatchScheduler
 from dflop.schedule.stage_costs import loads_of
 from dflop.schedule.step_schedule import StepSchedule, schedule_of
 from dflop.schedule.step_search import StepSearch
-from dflop.schedule.transfers import find_link
+from dflop.schedule.transfers import find_link, to_host_bytes_per_s
 
 __all__ = [
     "BYTES_PER_VALUE",
@@ -85,5 +85,6 @@ __all__ = [
     "steps_in_epochs",
     "sums_by_cell",
     "tensor_bytes",
+    "to_host_bytes_per_s",
     "without",
 ]

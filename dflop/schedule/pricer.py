@@ -254,11 +254,15 @@ class Pricer:
     def host_bytes(
         self, shapes: SampleShapes, assignment: Assignment, cells: Mapping[str, Cells] | None = None
     ) -> float:
-        """The most bytes of host memory that a device's offloaded layers take at a time."""
+        """The most bytes of host memory that a device's offloaded layers and optimiser state take at a time."""
         cells = cells or self.cells(shapes, assignment)
         kept = np.concatenate([self.stage_costs.host_bytes(module, cell.loads) for module, cell in cells.items()])
         nothing = np.zeros_like(kept)
-        return float(peak_bytes(self.order(assignment.slots), kept, nothing, nothing).max())
+        held = peak_bytes(self.order(assignment.slots), kept, nothing, nothing)
+        for stage in self.stages:
+            workers = slice(stage.first_worker, stage.first_worker + stage.dp * stage.span)
+            held[workers] += self.stage_costs.offloaded_state_bytes(stage)
+        return float(held.max())
 
     def activation_bytes(self, shapes: SampleShapes, assignment: Assignment, order: CompiledPlan) -> np.ndarray:
         """Peak bytes of microbatches on each worker's ranks, [num_workers]."""
@@ -291,7 +295,15 @@ class Pricer:
 
     @cached_property
     def sync_s(self) -> np.ndarray:
-        """Seconds of each node's gradient sync, [num_nodes]."""
+        """Seconds of each node's gradient sync, [num_nodes]. Between its two halves an offloaded optimiser state comes
+        and goes."""
+        moved_bytes = [2 * self.stage_costs.offloaded_state_bytes(stage) for stage in self.stages]
+        return self._summed_s + np.repeat(
+            [self.transfers.host_s(size) for size in moved_bytes], [stage.dp for stage in self.stages]
+        )
+
+    @cached_property
+    def _summed_s(self) -> np.ndarray:
         seconds = [self.transfers.gradient_sync_s(stage, self.stage_costs.sync_bytes(stage)) for stage in self.stages]
         return np.repeat(seconds, [stage.dp for stage in self.stages]) * self.trains
 
@@ -299,12 +311,12 @@ class Pricer:
     def early_sync_s(self) -> np.ndarray | None:
         """The part of `sync_s` that may run beside each node's last backward, [num_nodes]; None if no device computes
         while it communicates."""
-        return None if self._hidden_shares is None else self.sync_s * self._hidden_shares[0]
+        return None if self._hidden_shares is None else self._summed_s * self._hidden_shares[0]
 
     @cached_property
     def late_sync_s(self) -> np.ndarray | None:
         """The part of `sync_s` that may run beside each node's first forward, as `early_sync_s`."""
-        return None if self._hidden_shares is None else self.sync_s * self._hidden_shares[1]
+        return None if self._hidden_shares is None else self._summed_s * self._hidden_shares[1]
 
     @cached_property
     def _hidden_shares(self) -> np.ndarray | None:

@@ -181,9 +181,16 @@ class StageCosts:
 
     def resident_parts(self, stage: StageReplicas) -> Resident:
         """The parts of `resident_bytes`."""
-        kind, num_shards = self.kind(stage), self.plan.grid(stage.module).num_shards
-        both = self.costs.trained_and_frozen_bytes(kind)
-        return resident_parts(*both, stage.dp, value_bytes=self._value_bytes, num_shards=num_shards)
+        return self._resident(stage, offloads_optimizer=self.plan.offloads_optimizer)
+
+    def offloaded_state_bytes(self, stage: StageReplicas) -> float:
+        """Bytes of the rank's share of optimiser state, if it is in host memory between steps."""
+        return self._resident(stage).optimizer if self.plan.offloads_optimizer else 0.0
+
+    def _resident(self, stage: StageReplicas, **how: bool) -> Resident:
+        num_shards = self.plan.grid(stage.module).num_shards
+        both = self.costs.trained_and_frozen_bytes(self.kind(stage))
+        return resident_parts(*both, stage.dp, value_bytes=self._value_bytes, num_shards=num_shards, **how)
 
     def sync_bytes(self, stage: StageReplicas) -> float:
         """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""

@@ -9,13 +9,13 @@ import numpy as np
 
 from dflop.base.devices import EXCHANGE_SHARE, MESSAGE_BYTES_PER_S
 from dflop.base.kernels import kernel
-from dflop.config import ClusterConfig
-from dflop.costs import Link, LinkModel
+from dflop.config import ClusterConfig, host_bytes_per_s
+from dflop.costs import HOST, Link, LinkModel
 from dflop.plan import PLACEMENTS, Plan
 from dflop.schedule.edge_bytes import EdgeBytes
 from dflop.step import Bridges, StageReplicas, stages_of
 
-__all__ = ["TransferForms", "Transfers", "find_link"]
+__all__ = ["TransferForms", "Transfers", "find_link", "to_host_bytes_per_s"]
 
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
@@ -158,6 +158,17 @@ class Transfers:
         is_intra = bool((firsts // per_node == (firsts + size - 1) // per_node).all())
         return 1 / find_link(self._links, self._cluster, "exchange", is_intra, llm.cp).bytes_per_s
 
+    def host_s(self, num_bytes: float) -> float:
+        """Seconds in which a device copies so many bytes to its host and back, in sum of both. On a CPU nothing is
+        copied farther than anything else.
+
+        Raises:
+            UserError: as `to_host_bytes_per_s`.
+        """
+        if not num_bytes or self._cluster.device != "cuda":
+            return 0.0
+        return num_bytes / to_host_bytes_per_s(self._links, self._cluster)
+
     def _sync_link(self, stage: StageReplicas, replicas: np.ndarray) -> Link:
         """The link of gradient syncs among groups of a stage's replicas [num_groups, num_members], for the slowest."""
         num_groups, num_members = replicas.shape
@@ -232,6 +243,16 @@ def find_link(
     if kind == "p2p":
         return Link(0.0, min(bytes_per_s, MESSAGE_BYTES_PER_S) if cluster.device == "cuda" else bytes_per_s)
     return Link(0.0, bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+
+
+def to_host_bytes_per_s(links: LinkModel, cluster: ClusterConfig) -> float:
+    """What a device copies to its host's memory, or from there, while all do: measured, or by its data sheet.
+
+    Raises:
+        UserError: if neither says it.
+    """
+    measured = links.find(HOST, "intra", cluster.devices_per_node)
+    return measured.bytes_per_s if measured else host_bytes_per_s(cluster)
 
 
 @kernel

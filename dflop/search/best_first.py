@@ -114,14 +114,17 @@ def search_with(
     cp: int,
     above: int | None,
     beside: SearchResult | None,
+    offloads_optimizer: bool = False,
 ) -> SearchResult | None:
-    """`search_plans` with one `cp`; None where no such plan is faster than what was found before (`beside`).
+    """`search_plans` with one `cp`, of plans that all offload the optimiser's state or of others; None where no such
+    plan is faster than what was found before (`beside`).
 
     Raises:
         UserError: when the space is empty or nothing fits.
     """
     splits = {} if splits_evenly else balanced_splits(config, spec, costs, batches)
-    rows = enumerate_space(config, spec, costs.layouts, splits, within, cp=cp, above=above)
+    how = {"cp": cp, "above": above, "offloads_optimizer": offloads_optimizer}
+    rows = enumerate_space(config, spec, costs.layouts, splits, within, **how)
     if rows.is_empty():
         return None
     links = LeastLinks(costs, spec, config.cluster, config.model.trained, BYTES_PER_VALUE[config.train.precision])

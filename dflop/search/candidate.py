@@ -132,8 +132,8 @@ class PlanPricer:
         return float(alone_bytes(self._pricer, self._batches.largest).max())
 
     def host_bytes(self) -> float:
-        """Bytes of host memory that the fullest device's offloaded layers take."""
-        if not any(any(grid.offloaded) for grid in self.plan.grids):
+        """Bytes of host memory that the fullest device's offloaded layers and optimiser state take."""
+        if not self.plan.offloads_optimizer and not any(any(grid.offloaded) for grid in self.plan.grids):
             return 0.0
         return max(self._pricer.host_bytes(*self._grouped(batch)) for batch in range(len(self._batches)))
 

@@ -12,7 +12,7 @@ from dflop.plan.layout_key import LayoutKey
 from dflop.schedule import loads_of
 from dflop.search.best_first import SearchResult, search_with
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.host_memory import search_offloading
+from dflop.search.host_memory import may_offload, search_offloading
 from dflop.search.space import allowed_cp_sizes, enumerate_space
 from dflop.shapes import SampleShapes
 
@@ -46,7 +46,7 @@ def search_plans(
     others. Smaller sizes are searched for plans as fast as these: in layouts where fewer replicas then meet, and whole
     samples in all. Shares are priced as if they were samples, which may lie on any replicas.
 
-    With `cluster.host_memory_gib`, plans may offload layers (`host_memory`).
+    With `cluster.host_memory_gib`, plans may offload layers and the optimiser's state (`host_memory`).
 
     Raises:
         UserError: when the space is empty or nothing fits, naming the limit and the nearest plan.
@@ -69,12 +69,13 @@ def search_plans(
             above = cp
         if own is not None:
             found = own if found is None else found.merged(own)
+    if may_offload(config) and within is None and policy is LPT:
+        for cp in [found.best.plan.grid("llm").cp] if found else reversed(sizes):
+            how = partial(search.of, cp, None, found)
+            if better := search_offloading(config, spec, costs, search.divided(cp), found, how):
+                return better
     if found is None:
         raise trouble or _no_groups(config, sizes)
-    is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    if config.cluster.host_memory_gib and not is_pinned and within is None and policy is LPT:
-        cp = found.best.plan.grid("llm").cp
-        found = search_offloading(config, spec, costs, search.divided(cp), found, partial(search.of, cp, None, found))
     return found
 
 
@@ -116,12 +117,19 @@ class _BySize:
         self.divided = cache(partial(GroupedBatches, config, spec, costs, samples))
 
     def of(
-        self, cp: int, above: int | None, beside: SearchResult | None, costs: CostModel | None = None
+        self,
+        cp: int,
+        above: int | None,
+        beside: SearchResult | None,
+        costs: CostModel | None = None,
+        *,
+        offloads_optimizer: bool = False,
     ) -> SearchResult | None:
         """`search_with`, with other costs where some are given."""
         self._num_before = self._num_plans
         about = *self._about, costs or self._costs, self.divided(cp), self._go_on
-        return search_with(*about, cp=cp, above=above, beside=beside, **self._how)
+        how = {"cp": cp, "above": above, "beside": beside, "offloads_optimizer": offloads_optimizer}
+        return search_with(*about, **how, **self._how)
 
     def _go_on(self, done: int, total: int) -> None:
         self._num_plans = self._num_before + total

@@ -57,6 +57,8 @@ def _made_otherwise(plan: Plan, made: Plan, spec: ModelSpec, form: str) -> list[
         )
     if offloaded := [f"{grid.module} {joined(grid.offloaded)}" for grid in plan.grids if any(grid.offloaded)]:
         sentences.append(f"layers in host memory: {', '.join(offloaded)}; these {form} keep all of them on the device")
+    if plan.offloads_optimizer:
+        sentences.append(f"the optimiser's state in host memory between steps; these {form} keep it on the device")
     return sentences
 
 

@@ -8,6 +8,7 @@ import yaml
 from dflop.config import Config
 from dflop.costs import CostModel, launch_bound_load
 from dflop.models.loads import main_load
+from dflop.plan import Plan
 from dflop.search.baseline import TODAY, Baseline
 from dflop.search.best_first import FINALISTS_PERCENT, MORE_GIB, SearchResult, more_than
 from dflop.search.candidate import Candidate
@@ -47,6 +48,7 @@ def candidates_frame(result: SearchResult) -> pl.DataFrame:
                 **{f"{grid.module}_recomputed": list(grid.recomputed) or None for grid in plan.grids},
                 "llm_attention_kept": list(plan.grid("llm").attention_kept) or None,
                 **{f"{grid.module}_offloaded": list(grid.offloaded) or None for grid in plan.grids},
+                "offloads_optimizer": plan.offloads_optimizer,
             }
         )
     lists = [name for name in rows[0] if name.endswith(("_layers", "_recomputed", "_attention_kept", "_offloaded"))]
@@ -94,8 +96,8 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     best = result.best
     cluster = config.cluster
     bounded = "the bounds of all others are higher"
-    if any(grid.offloaded for candidate in result.candidates for grid in candidate.plan.grids):
-        bounded = "offloaded layers were tried in the fastest alone"
+    if any(map(_offloads, (candidate.plan for candidate in result.candidates))):
+        bounded = "what waits in host memory was tried in the fastest alone"
     lines = [
         f"{result.num_plans:,} plans for {cluster.num_devices} devices ({cluster.device_model}, {costs.source} costs), "
         f"{len(result.candidates)} priced on {best.num_batches} global batches of {config.train.global_batch_size}; "
@@ -186,7 +188,9 @@ def _bound_by(candidate: Candidate, config: Config) -> str:
         return candidate.bottleneck
     which = "some layers" if any(grid.recomputed for grid in candidate.plan.grids) else "all layers"
     ways = [f"recomputes {which}"] if candidate.plan.checkpointing else []
-    ways += ["offloads some layers"] if any(grid.offloaded for grid in candidate.plan.grids) else []
+    away = ["some layers"] if any(grid.offloaded for grid in candidate.plan.grids) else []
+    away += ["the optimiser's state"] if candidate.plan.offloads_optimizer else []
+    ways += [f"offloads {' and '.join(away)}"] if away else []
     return f"memory (it {' and '.join(ways)}: kept, they would not fit into {config.cluster.memory_gib:.4g} GiB)"
 
 
@@ -207,9 +211,14 @@ def _next_constraint(result: SearchResult, config: Config, costs: CostModel) -> 
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
         "memory": "memory: with fewer layers recomputed this plan would not fit, nor anything as fast",
     }
-    if any(grid.offloaded for grid in best.plan.grids):
-        ways["memory"] = "memory: with fewer layers offloaded or recomputed this plan would not fit"
+    if _offloads(best.plan):
+        ways["memory"] = "memory: with less offloaded or recomputed this plan would not fit"
     return f"bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
+
+
+def _offloads(plan: Plan) -> bool:
+    """Whether a part of the plan waits in host memory."""
+    return plan.offloads_optimizer or any(grid.offloaded for grid in plan.grids)
 
 
 def _bound_by_launches(best: Candidate, costs: CostModel) -> str:

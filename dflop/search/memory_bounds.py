@@ -72,7 +72,7 @@ class LeastMemory:
         replicas, _ = self._loads(row["llm_dp"], count)
         resident, *forms = stages
         in_flight = _in_flight(row["schedule"], pp, count, row["num_chunks"])
-        return _held(self._resident(resident, row["llm_dp"], row["llm_shards"]), *forms, replicas, in_flight)
+        return _held(self._resident(row, "llm", resident), *forms, replicas, in_flight)
 
     def least_recomputed(
         self,
@@ -158,8 +158,7 @@ class LeastMemory:
             gathers = SHARDINGS[row[f"{encoder.name}_sharding"]].gathers
             recomputed = Recomputed.whole(layers if recomputes else (0,) * len(layers))
             stages = self._stages(encoder.name, LayoutKey.of_row(row, f"{encoder.name}_"), layers, recomputed, gathers)
-            dp, shards = row[f"{encoder.name}_dp"], row[f"{encoder.name}_shards"]
-            parameters = self._resident(stages[0], dp, shards)
+            parameters = self._resident(row, encoder.name, stages[0])
             share = row["llm_dp"] / row[f"{encoder.name}_dp"]
             each = num_items * share if self._trained.trains(encoder.name) else np.zeros_like(num_items)
             if not placement.shares_ranks:
@@ -251,9 +250,11 @@ class LeastMemory:
             kept = kept + coefficients(num_tokens=num_held * self._token_bytes)
         return self.costs.trained_and_frozen_bytes(kind), kept, [(form, 0.0) for form in on_top]
 
-    def _resident(self, parameter_bytes: np.ndarray, dp: int, shards: int) -> np.ndarray:
-        """Bytes that ranks always hold of each stage, [num_stages], for `parameter_bytes` of `_stage_bytes`."""
-        return sum(resident_parts(*parameter_bytes, dp, value_bytes=self._value_bytes, num_shards=shards))
+    def _resident(self, row: Mapping[str, Any], module: str, parameter_bytes: np.ndarray) -> np.ndarray:
+        """Bytes that ranks always hold of each of a module's stages, [num_stages], for `parameter_bytes` of
+        `_stage_bytes`."""
+        how = {"num_shards": row[f"{module}_shards"], "offloads_optimizer": row["offloads_optimizer"]}
+        return sum(resident_parts(*parameter_bytes, row[f"{module}_dp"], value_bytes=self._value_bytes, **how))
 
 
 @lru_cache(maxsize=1024)

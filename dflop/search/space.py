@@ -53,13 +53,15 @@ def enumerate_space(
     pins_are: str = "plan.fixed",
     cp: int = 1,
     above: int | None = None,
+    offloads_optimizer: bool = False,
 ) -> pl.DataFrame:
     """The table of all layouts that use every device, within the limits of `config.plan` or those of `within`.
 
     `layouts` are those of a layer that there are costs for, by module. `pins_are` is the config key that the pins of
     `within` come from. With `cp`, up to so many replicas of the LLM compute a sample, of one node unless it is pinned;
     there may be no such layout. Layouts that were searched with a larger size, `above`, are left out where so many
-    replicas share parameters, and so meet in each layer anyway.
+    replicas share parameters, and so meet in each layer anyway. The plans of all rows offload the optimiser's state, or
+    none does.
 
     Of up to 64 devices, an encoder may get any number; of more, a multiple of a 64th. On more than 16 devices, several
     encoders get 1, 2, 3, 4, 6, 8, 12, … such multiples each, one stage, and the same sharding, except for encoders that
@@ -70,7 +72,7 @@ def enumerate_space(
     """
     within = within or config.plan
     check_modules(spec, within.fixed.modules if within.fixed else (), pins_are)
-    rows = _rows(config, spec, layouts, splits, within)
+    rows = _rows(config, spec, layouts, splits, within).with_columns(offloads_optimizer=pl.lit(offloads_optimizer))
     if cp > 1:
         before = _may_share(config, above) & (pl.col("llm_shards") >= above) if above else pl.lit(False)
         return rows.filter(_may_share(config, cp), ~before).with_columns(llm_cp=pl.lit(cp, pl.Int32))
@@ -175,6 +177,7 @@ def plan_of(row: Mapping[str, object], splits: Splits, *, checkpointing: bool = 
         checkpointing=checkpointing,
         schedule=row["schedule"],
         num_chunks=row["num_chunks"],
+        offloads_optimizer=row["offloads_optimizer"],
     )
 
 

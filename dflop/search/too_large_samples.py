@@ -14,6 +14,7 @@ from dflop.models import ModelSpec
 from dflop.plan import SHARDINGS
 from dflop.schedule import MOST_LEFT_OUT, shared_bytes, without
 from dflop.search.candidate import pricer_of
+from dflop.search.host_memory import may_offload
 from dflop.search.space import allowed_cp_sizes, enumerate_space, modules_of, plan_of
 from dflop.shapes import SampleShapes
 
@@ -38,7 +39,8 @@ def leave_out_what_no_plan_holds(
     limit_bytes = config.cluster.memory_gib * 2**30
     least_bytes = np.full(len(samples), np.inf)
     recomputes = not config.plan.fixed or config.plan.fixed.checkpointing is not False
-    spaces = (enumerate_space(config, spec, costs.layouts, {}, cp=cp) for cp in allowed_cp_sizes(config))
+    how = {"offloads_optimizer": may_offload(config)}
+    spaces = (enumerate_space(config, spec, costs.layouts, {}, cp=cp, **how) for cp in allowed_cp_sizes(config))
     for row in (row for space in spaces for row in _kinds(space).iter_rows(named=True)):
         pricer = pricer_of(plan_of(row, {}, checkpointing=recomputes), config, spec, costs)
         too_large = np.flatnonzero(least_bytes > limit_bytes)

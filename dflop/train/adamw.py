@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["AdamW", "Piece", "Rates", "parameter_groups", "rates_of", "squared_norm"]
+__all__ = ["MOMENTS", "AdamW", "Piece", "Rates", "parameter_groups", "rates_of", "squared_norm"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Rates(NamedTuple):
@@ -69,20 +69,39 @@ class AdamW:
         for tensor in self._updated:  # as torch would make it in the first step
             self._torch.state[tensor] = {
                 "step": torch.zeros((), device=tensor.device),
-                **{name: torch.zeros_like(tensor.detach()) for name in _MOMENTS},
+                **{name: torch.zeros_like(tensor.detach()) for name in MOMENTS},
             }
 
-    def step(self, lr_factor: float) -> None:
-        """Update all tensors by their `grad`, with their learning rates times `lr_factor`."""
+    @property
+    def on_device(self) -> list[torch.Tensor]:
+        """What of the state is always on the device: the moments."""
+        return [self._torch.state[tensor][name] for tensor in self._updated for name in MOMENTS]
+
+    def step(
+        self,
+        lr_factor: float,
+        gradients: Mapping[nn.Parameter, torch.Tensor],
+        computed: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
+        """Update all tensors by these gradients, with their learning rates times `lr_factor`, and set what is
+        `computed` with instead of some of them to their values."""
         if self._torch is None:
             return
+        for tensor, gradient in gradients.items():
+            tensor.grad = gradient
         for group, lr in zip(self._torch.param_groups, self._lrs, strict=True):
             group["lr"] = lr * lr_factor
         self._torch.step()
+        with torch.no_grad():
+            for tensor, values in computed.items():
+                values.copy_(tensor)
+
+    def wait(self) -> None:
+        """Return when the state can be read: always."""
 
     def moments_of(self, tensor: nn.Parameter) -> dict[str, torch.Tensor]:
         """The two moments of a tensor's values, flattened."""
-        return {name: self._torch.state[tensor][name].flatten() for name in _MOMENTS}
+        return {name: self._torch.state[tensor][name].flatten() for name in MOMENTS}
 
     def go_on_from(self, num_steps: int) -> None:
         """Set the number of steps, by which the bias of the moments is corrected, after these were read from a

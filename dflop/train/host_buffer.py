@@ -1,15 +1,17 @@
-"""Copies of a rank's tensors in the host's memory, in one buffer that is kept.
+"""The host's memory: copies of a rank's tensors in one buffer that is kept, and vectors that stay there.
 
-Beside GPUs the buffer is pinned. torch's allocator of pinned memory would round each tensor up to a power of two, and
+Beside GPUs both are pinned. torch's allocator of pinned memory would round each tensor up to a power of two, and
 never give it back; for a model of 7 B parameters that is up to 180 GB a node.
 """
 
+import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["HostBuffer"]
+__all__ = ["HostBuffer", "host_zeros"]
 
 _ALIGNED_BYTES = 64
 
@@ -50,9 +52,23 @@ class HostBuffer:
         self._is_pinned = is_pinned and _pin(self._bytes)
 
 
+def host_zeros(num_values: int, like: torch.Tensor) -> torch.Tensor:
+    """A vector of a tensor's dtype in memory of its own, for as long as the process lives; pinned if the tensor is on a
+    GPU. Elsewhere, pages that nobody writes take no memory. Where the tensor is fake, nothing counts as memory."""
+    if isinstance(like, FakeTensor):
+        return torch.zeros(num_values, dtype=like.dtype, device="meta")
+    if not num_values:
+        return torch.zeros(0, dtype=like.dtype)
+    pages = mmap.mmap(-1, num_values * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=like.dtype)
+    if like.is_cuda:
+        _pin(memory)
+    return memory
+
+
 def _pin(memory: torch.Tensor) -> bool:
     """Pin memory; False where the system refuses to pin so much. Copies then take longer and are as right."""
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     _clear_error()
     return False

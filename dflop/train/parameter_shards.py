@@ -22,7 +22,8 @@ from dflop.models.precision import compute_in, held_in
 from dflop.models.stages import Stage
 from dflop.models.tensor_group import rows_of
 from dflop.plan.trained import TrainedSet
-from dflop.train.adamw import AdamW, Piece, Rates, squared_norm
+from dflop.train.adamw import Piece, Rates, squared_norm
+from dflop.train.offloaded_adamw import make_adamw
 from dflop.train.topology import Sharers
 
 __all__ = ["ParameterShards", "SharedPasses", "Units"]
@@ -102,7 +103,8 @@ class ParameterShards:
 
     A shard is a range of a parameter's rows. If there are several copies of the parameters, only the first counts in
     the gradient norm. Parameters in `whole` are the same on all `tensor_ranks`: the rank that `counts_whole` counts
-    them, and of the gradients of those in `partial` each rank computes a part.
+    them, and of the gradients of those in `partial` each rank computes a part. With `offloads`, moments wait in host
+    memory between steps.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class ParameterShards:
         counts_whole: bool = True,
         partial: Collection[nn.Parameter] = (),
         tensor_ranks: dist.ProcessGroup | None = None,
+        offloads: bool = False,
     ) -> None:
         self._is_counted, self._elsewhere = rank in sharers.ranks[0], set() if counts_whole else set(whole)
         # The shard of each trained parameter, which is updated in place.
@@ -127,7 +130,9 @@ class ParameterShards:
                 self._trained[parameter] = nn.Parameter(shard)
         self._parameters, self._tensor_ranks = list(parameters), tensor_ranks
         self._partial = [self._trained[parameter] for parameter in partial if parameter in self._trained]
-        self._adamw = AdamW({shard: rates[parameter] for parameter, shard in self._trained.items()})
+        of_shards = {shard: rates[parameter] for parameter, shard in self._trained.items()}
+        device = next((shard.device for shard in of_shards), torch.device("cpu"))
+        self._adamw = make_adamw(of_shards, device, offloads=offloads, has_masters=False)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters:
@@ -159,9 +164,13 @@ class ParameterShards:
 
     def step(self, lr_factor: float, scale: float) -> None:
         """Update the shards with their gradients times `scale`, by learning rates times `lr_factor`."""
-        for shard in self._trained.values():
-            shard.grad.mul_(scale)
-        self._adamw.step(lr_factor)
+        gradients = {shard: shard.grad.mul_(scale) for shard in self._trained.values()}
+        self._adamw.step(lr_factor, gradients, {})
+
+    @property
+    def state_on_device(self) -> list[torch.Tensor]:
+        """The moments, or what is always on the device of them."""
+        return self._adamw.on_device
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """This replica's shard of a parameter, with its moments if it is trained; empty if the shard has no values."""

@@ -212,10 +212,14 @@ def _build_node(
     whole = [name for name in stage.named_hf_parameters() if ranks.size > 1 and name not in stage.shards]
     if units:
         shared = SharedPasses(stage, units, config.model.trained, _num_still(config, node, spec, stage.layers))
-        return _with_shared_parameters(common, shared, topology, _rates(config, stage), whole)
+        return _with_shared_parameters(
+            common, shared, topology, _rates(config, stage), whole, offloads=plan.offloads_optimizer
+        )
     tied = topology.tied.get(index) if node.module == "llm" and hf_config.tie_word_embeddings else None
     embedding = TiedEmbedding(stage.hf.get_input_embeddings().weight, tied) if tied else None
-    return _with_whole_parameters(common, embedding, topology, _rates(config, stage), whole)
+    return _with_whole_parameters(
+        common, embedding, topology, _rates(config, stage), whole, offloads=plan.offloads_optimizer
+    )
 
 
 def _num_still(config: Config, node: Node, spec: ModelSpec, layers: range) -> int:
@@ -239,6 +243,8 @@ def _with_shared_parameters(
     topology: Topology,
     rates: Mapping[nn.Parameter, Rates],
     whole: Sequence[str],
+    *,
+    offloads: bool,
 ) -> NodeModel:
     """A node whose replicas share its parameters."""
     parameters = common["stage"].named_hf_parameters()
@@ -247,6 +253,7 @@ def _with_shared_parameters(
         topology.sharers[common["index"]],
         topology.rank,
         rates=rates,
+        offloads=offloads,
         **_over_tensor_ranks(common, whole),
     )
     return NodeModel(
@@ -277,6 +284,8 @@ def _with_whole_parameters(
     topology: Topology,
     rates: Mapping[nn.Parameter, Rates],
     whole: Sequence[str],
+    *,
+    offloads: bool,
 ) -> NodeModel:
     """A node whose replicas hold its whole parameters, and share the optimiser's state."""
     stage, dtype = common["stage"], common["dtype"]
@@ -290,6 +299,7 @@ def _with_whole_parameters(
         topology.replicas[common["index"]],
         rates=rates,
         computed_in=dtype,
+        offloads=offloads,
         **_over_tensor_ranks(common, whole),
         complete_later=[embedding.weight] if embedding and not embedding.is_copy else (),
         needed_first=outside,

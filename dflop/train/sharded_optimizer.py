@@ -20,7 +20,9 @@ from torch import nn
 
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
 from dflop.models.precision import set_values
-from dflop.train.adamw import AdamW, Piece, Rates, squared_norm
+from dflop.train.adamw import Piece, Rates, squared_norm
+from dflop.train.host_buffer import host_zeros
+from dflop.train.offloaded_adamw import make_adamw
 
 __all__ = ["ShardedAdamW"]
 
@@ -32,7 +34,8 @@ _ALIGNMENT = 64
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Flat values and gradients. This replica owns the slice `own` of them, and `masters` are its values; they are a
-    view of `values`, or separate if these have another dtype. `is_counted`: whether they count in the gradient norm."""
+    view of `values`, or separate if these have another dtype, and then in host memory if the optimiser is offloaded.
+    `is_counted`: whether they count in the gradient norm."""
 
     values: torch.Tensor
     masters: torch.Tensor
@@ -57,7 +60,8 @@ class ShardedAdamW:
     `replicas` must have equal parameters. Parameters in `whole` are the same on all `tensor_ranks`: the rank that
     `counts_whole` counts them in the gradient norm, and of the gradients of those in `partial` each rank computes a
     part. The gradients of those in `complete_later` get a part behind the last backward. Those in `needed_first` are
-    sent back first after an update, and may be waited for before the others.
+    sent back first after an update, and may be waited for before the others. With `offloads`, moments and masters wait
+    in host memory between steps.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class ShardedAdamW:
         tensor_ranks: dist.ProcessGroup | None = None,
         complete_later: Collection[nn.Parameter] = (),
         needed_first: Collection[nn.Parameter] = (),
+        offloads: bool = False,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        self._replicas, self._tensor_ranks = replicas, tensor_ranks
+        self._replicas, self._tensor_ranks, self._offloads = replicas, tensor_ranks, offloads
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
         trained, self._rates = [tensor for tensor in parameters if tensor.requires_grad], rates
         # For each parameter its bucket, and where it begins there.
@@ -103,7 +108,16 @@ class ShardedAdamW:
                 parameter.register_post_accumulate_grad_hook(self._note_complete)
         # By bucket, the ranges of the own share that are updated: one for each of its parameters' rates.
         self._runs = [self._make_runs(number) for number in range(len(self._buckets))]
-        self._adamw = AdamW({run.masters: run.rates for runs in self._runs for run in runs})
+        of_runs = {run.masters: run.rates for runs in self._runs for run in runs}
+        # What parameters are computed with, where it is not the masters themselves.
+        self._computed = {
+            run.masters: bucket.values[run.start : run.start + len(run.masters)]
+            for bucket, runs in zip(self._buckets, self._runs, strict=True)
+            for run in runs
+            if bucket.values.dtype != bucket.masters.dtype
+        }
+        device = self._buckets[0].values.device if of_runs else torch.device("cpu")
+        self._adamw = make_adamw(of_runs, device, offloads=offloads, has_masters=bool(self._computed))
 
     def zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -164,10 +178,12 @@ class ShardedAdamW:
         """Update the own share with its gradients times `scale`, by learning rates times `lr_factor`, and begin to send
         the result to all replicas. Nobody may read parameters before `wait_for_parameters`."""
         self.wait_for_parameters()
-        for bucket, runs in zip(self._buckets, self._runs, strict=True):
-            for start, masters, _ in runs:
-                masters.grad = bucket.gradients[start : start + len(masters)].mul_(scale)
-        self._adamw.step(lr_factor)
+        gradients = {
+            masters: bucket.gradients[start : start + len(masters)].mul_(scale)
+            for bucket, runs in zip(self._buckets, self._runs, strict=True)
+            for start, masters, _ in runs
+        }
+        self._adamw.step(lr_factor, gradients, self._computed)
         self._begin_gathers()
 
     def wait_for_parameters(self, parameters: Collection[nn.Parameter] | None = None) -> None:
@@ -179,6 +195,12 @@ class ShardedAdamW:
         for number in {self._places[parameter][0] for parameter in wanted if parameter in self._places}:
             if work := self._gathers.pop(number, None):
                 work.wait()
+
+    @property
+    def state_on_device(self) -> list[torch.Tensor]:
+        """The moments and masters, or what is always on the device of them."""
+        masters = [] if self._offloads else [run.masters for runs in self._runs for run in runs]
+        return [*masters, *self._adamw.on_device]
 
     def pieces(self, parameter: nn.Parameter) -> list[Piece]:
         """The pieces of a parameter that this replica updates; a parameter that is not trained is one whole piece."""
@@ -199,28 +221,30 @@ class ShardedAdamW:
         """Go on after masters and moments were read from a checkpoint of `num_steps` steps; every replica must call
         this."""
         self._adamw.go_on_from(num_steps)
+        with torch.no_grad():
+            for masters, values in self._computed.items():
+                values.copy_(masters)
         self._begin_gathers()
         self.wait_for_parameters()
 
     @torch.no_grad()
     def whole_masters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """The whole masters of each trained parameter, gathered bucket by bucket; every replica must call this."""
+        self._adamw.wait()
         for number, bucket in enumerate(self._buckets):
-            masters = bucket.masters
+            own = masters = bucket.masters.to(bucket.values.device)
             if self._num_replicas > 1:
-                masters = bucket.masters.new_empty(len(bucket.values))
-                all_gather_flat(masters, bucket.masters, self._replicas).wait()
+                masters = own.new_empty(len(bucket.values))
+                all_gather_flat(masters, own, self._replicas).wait()
             for parameter, (at, begin) in self._places.items():
                 if at == number:
                     yield parameter, masters[begin : begin + parameter.numel()].view_as(parameter)
 
     @torch.no_grad()
     def _begin_gathers(self) -> None:
-        """Begin to send the masters' values to every replica."""
+        """Begin to send the updated values to every replica."""
         for number in self._gather_order:
             bucket = self._buckets[number]
-            if bucket.values.dtype != bucket.masters.dtype:
-                bucket.values[bucket.owned].copy_(bucket.masters)
             if self._num_replicas > 1:
                 self._gathers[number] = all_gather_flat(bucket.values, bucket.values[bucket.owned], self._replicas)
 
@@ -237,7 +261,11 @@ class ShardedAdamW:
         owned = slice(share * self._replica, share * (self._replica + 1))
         first = parameters[0].detach()
         values = first.new_zeros(share * self._num_replicas, dtype=computed_in or first.dtype)
-        masters = values[owned] if values.dtype == first.dtype else first.new_zeros(share)
+        masters = values[owned]
+        if values.dtype != first.dtype and self._offloads:
+            masters = host_zeros(share, first)
+        elif values.dtype != first.dtype:
+            masters = first.new_zeros(share)
         gradients = first.new_zeros(len(values))
         for parameter in parameters:
             _, begin = self._places[parameter]

@@ -61,6 +61,7 @@ PLANS = {
         schedule="interleaved_1f1b",
         num_chunks=2,
         checkpointing=True,
+        offloads_optimizer=True,
     ),
     "colocated 1": shared("colocated", ONE),
     "colocated 2": shared("colocated", TWO),
@@ -126,7 +127,9 @@ PLANS |= {
         disjoint(ONE, TWO | {"recomputed": (3,), "attention_kept": (2,)}, checkpointing=True), "optimizer", "parameters"
     ),
     "parameters 2x2": sharding(shared("monolithic", {"num_ranks": 4}, 2), "parameters", "hybrid"),
-    "parameters 2x2 of both": sharding(shared("colocated", {"num_ranks": 4}, 2), "hybrid", "hybrid"),
+    "parameters 2x2 of both": sharding(
+        shared("colocated", {"num_ranks": 4}, 2, offloads_optimizer=True), "hybrid", "hybrid"
+    ),
     "parameters 2, tp 2": sharding(shared("monolithic", SHARED_TWICE, 2, encoder_tp=2), "parameters", "parameters"),
     "parameters 2 of the LLM, tp 2": sharding(shared("colocated", SHARED_TWICE, 2), "parameters", "parameters"),
     "parameters 2, offloaded": sharding(shared("monolithic", TWO | {"offloaded": (2,)}, 2), "parameters", "parameters"),

@@ -63,7 +63,9 @@ def _join(replica: int, num_replicas: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=replica, world_size=num_replicas)
 
 
-def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024, *, narrow: bool = False) -> ShardedAdamW:
+def _sharded(
+    parameters: list[nn.Parameter], bucket_bytes: int = 1024, *, narrow: bool = False, offloads: bool = False
+) -> ShardedAdamW:
     """`narrow` parameters are computed in bf16; their masters and gradients are in fp64."""
     return ShardedAdamW(
         parameters,
@@ -71,6 +73,7 @@ def _sharded(parameters: list[nn.Parameter], bucket_bytes: int = 1024, *, narrow
         rates=_rates(parameters),
         bucket_bytes=bucket_bytes,
         computed_in=torch.bfloat16 if narrow else None,
+        offloads=offloads,
     )
 
 
@@ -98,10 +101,12 @@ def _check_moments(sharded: ShardedAdamW, own: list[nn.Parameter], plain: list, 
         assert (owners == float(parameter.requires_grad)).all()
 
 
-def _check_replica(replica: int, num_replicas: int, store: str, bucket_bytes: int, narrow: bool, early: bool) -> None:
+def _check_replica(
+    replica: int, num_replicas: int, store: str, bucket_bytes: int, narrow: bool, offloads: bool, early: bool
+) -> None:
     _join(replica, num_replicas, store)
     own = _parameters()
-    sharded = _sharded(own, bucket_bytes, narrow=narrow)
+    sharded = _sharded(own, bucket_bytes, narrow=narrow, offloads=offloads)
     for step in range(3):
         sharded.zero_grad()
         with sharded.summing() if early else nullcontext():
@@ -131,11 +136,11 @@ def _part(own: list[nn.Parameter], optimizer: ShardedAdamW) -> SimpleNamespace:
     return SimpleNamespace(parameters=parameters, shards={}, optimizer=optimizer, written_elsewhere=())
 
 
-def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes: int) -> None:
+def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes: int, offloads: bool) -> None:
     _join(replica, num_replicas, store)
     checkpoint_tensors._BLOCK_BYTES = block_bytes
     own = _parameters()
-    sharded = _sharded(own)
+    sharded = _sharded(own, offloads=offloads)
     for step in range(2):
         sharded.zero_grad()
         _add_gradients(own, step, replica)
@@ -146,17 +151,17 @@ def _save(replica: int, num_replicas: int, store: str, folder: Path, block_bytes
     dist.destroy_process_group()
 
 
-def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> None:
+def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path, offloads: bool) -> None:
     """Read into other replicas, and into such as compute in another precision."""
     _join(replica, num_replicas, store)
     narrow = _parameters()
-    of_narrow = _sharded(narrow, bucket_bytes=100, narrow=True)
+    of_narrow = _sharded(narrow, bucket_bytes=100, narrow=True, offloads=offloads)
     load_checkpoint(folder / "step-000002", [_part(narrow, of_narrow)])
     _check_moments(of_narrow, narrow, *_expected(2, 3))
     for parameter, reference in zip(narrow, _expected(2, 3)[0], strict=True):
         torch.testing.assert_close(parameter.detach().double(), reference.detach(), rtol=2**-8, atol=1e-14)
     own = _parameters()
-    sharded = _sharded(own, bucket_bytes=2**20)
+    sharded = _sharded(own, bucket_bytes=2**20, offloads=offloads)
     load_checkpoint(folder / "step-000002", [_part(own, sharded)])
     _check_moments(sharded, own, *_expected(2, 3))
     # The next step is the third, of which each replica has the sum of what three had, by their number.
@@ -172,20 +177,29 @@ def _check_loaded(replica: int, num_replicas: int, store: str, folder: Path) -> 
     dist.destroy_process_group()
 
 
-_REPLICAS = [(1, 2**20, False), (2, 1, False), (3, 1024, False), (3, 1024, True)]
+_REPLICAS = [
+    (1, 2**20, False, True),
+    (2, 1, False, False),
+    (3, 1024, False, False),
+    (3, 1024, True, False),
+    (2, 1024, True, True),
+]
 
 
 # In CI each of them sums in one of the two ways.
 @pytest.mark.parametrize(
-    ("num_replicas", "bucket_bytes", "narrow", "early"),
+    ("num_replicas", "bucket_bytes", "narrow", "offloads", "early"),
     [
         pytest.param(*case, early, marks=() if early == number % 2 else pytest.mark.exhaustive)
         for number, case in enumerate(_REPLICAS)
         for early in (False, True)
     ],
 )
-def test_replicas_update_what_they_own_as_one_adamw_updates_all(num_replicas, bucket_bytes, narrow, early, tmp_path):
-    spawn(_check_replica, (num_replicas, str(tmp_path / "store"), bucket_bytes, narrow, early), nprocs=num_replicas)
+def test_replicas_update_what_they_own_as_one_adamw_updates_all(
+    num_replicas, bucket_bytes, narrow, offloads, early, tmp_path
+):
+    how = str(tmp_path / "store"), bucket_bytes, narrow, offloads, early
+    spawn(_check_replica, (num_replicas, *how), nprocs=num_replicas)
 
 
 def _check_early_sums(replica: int, num_replicas: int, store: str) -> None:
@@ -247,10 +261,11 @@ def test_sums_begin_as_the_last_backward_completes_gradients(tmp_path):
     spawn(_check_early_sums, (2, str(tmp_path / "store")), nprocs=2)
 
 
-@pytest.mark.parametrize(("num_replicas", "block_bytes"), [(2, 512), (4, 2**20)])
-def test_another_number_of_replicas_reads_what_others_owned(num_replicas, block_bytes, tmp_path):
-    spawn(_save, (3, str(tmp_path / "saving"), tmp_path, block_bytes), nprocs=3)
-    spawn(_check_loaded, (num_replicas, str(tmp_path / "loading"), tmp_path), nprocs=num_replicas)
+@pytest.mark.parametrize(("num_replicas", "block_bytes", "offloads"), [(2, 512, True), (4, 2**20, False)])
+def test_another_number_of_replicas_reads_what_others_owned(num_replicas, block_bytes, offloads, tmp_path):
+    """Those that have their state in host memory read it from those that do not, and the other way round."""
+    spawn(_save, (3, str(tmp_path / "saving"), tmp_path, block_bytes, not offloads), nprocs=3)
+    spawn(_check_loaded, (num_replicas, str(tmp_path / "loading"), tmp_path, offloads), nprocs=num_replicas)
 
 
 def test_a_checkpoint_that_lacks_moments_is_refused(tmp_path):

@@ -66,13 +66,13 @@ def reference(run):
     [
         None,
         pytest.param({"vision_dp": 2, "llm_tp": 2}, marks=pytest.mark.exhaustive),
-        {"placement": "colocated", "llm_dp": 2, "llm_tp": 2, "sharding": "parameters"},
+        {"placement": "colocated", "llm_dp": 2, "llm_tp": 2, "sharding": "parameters", "offloads_optimizer": True},
         {"placement": "colocated", "llm_pp": 2, "sharding": "parameters"},
     ],
     ids=[
         "two ranks",
         "vision dp 2, llm tp 2",
-        "sharded parameters, llm tp 2",
+        "sharded parameters, llm tp 2, optimiser offloaded",
         "sharded encoder, llm pp 2",
     ],
 )
@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_even_on_another_layout(
     folder, config = run
     whole = train(folder, config, plan_file(folder), tmp_path / "whole", steps=5)
     shutil.copytree(two_ranks[0], tmp_path / "parts")
-    another = plan_file(folder, placement="colocated", llm_pp=2)
+    another = plan_file(folder, placement="colocated", llm_pp=2, offloads_optimizer=True)
     train(folder, config, another, tmp_path / "parts", steps=4)
     shutil.copytree(tmp_path / "parts", tmp_path / "shards")
     in_shards = plan_file(folder, placement="colocated", llm_dp=2, llm_tp=2, sharding="parameters")

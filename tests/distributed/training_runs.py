@@ -28,6 +28,7 @@ def plan_file(
     schedule: str = "1f1b",
     placement: str = "disjoint",
     sharding: str = "optimizer",
+    offloads_optimizer: bool = False,
 ) -> Path:
     is_shared, llm_ranks = placement == "colocated", llm_dp * llm_pp * llm_tp
     plan = Plan(
@@ -46,8 +47,10 @@ def plan_file(
         ),
         num_microbatches=num_microbatches,
         schedule=schedule,
+        offloads_optimizer=offloads_optimizer,
     )
-    path = folder / f"plan-{placement}-{vision_dp}-{llm_dp}-{llm_pp}-{llm_tp}-{llm_cp}-{schedule}-{sharding}.yaml"
+    sizes = f"{vision_dp}-{llm_dp}-{llm_pp}-{llm_tp}-{llm_cp}"
+    path = folder / f"plan-{placement}-{sizes}-{schedule}-{sharding}-{offloads_optimizer}.yaml"
     path.write_text(yaml.safe_dump({"plan": plan.to_dict()}))
     return path
 

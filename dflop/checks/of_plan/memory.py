@@ -270,13 +270,7 @@ def _tracked(model: RankModel, peak_bytes: int) -> dict[str, float]:
     gradients = _bytes_of(
         parameter.grad for node in model.nodes for parameter in node.stage.parameters() if parameter.grad is not None
     )
-    pieces = [
-        piece
-        for node in model.nodes
-        for parameter in node.parameters.values()
-        for piece in node.optimizer.pieces(parameter)
-    ]
-    states = chain.from_iterable((piece.masters, *piece.moments.values()) for piece in pieces)
+    states = chain.from_iterable(node.optimizer.state_on_device for node in model.nodes)
     optimizer = _bytes_of(states, but=[parameter for node in model.nodes for parameter in node.stage.parameters()])
     return {
         "parameters": float(parameters),

@@ -135,7 +135,8 @@ def is_plan(row: dict, plan: Plan, modules: list[str]) -> bool:
     )
     llm = plan.grid("llm")
     rest = (*(row[name] for name in _SAME), tuple(row["llm_layers"] or ()), row.get("llm_cp", llm.cp))
-    return same_grids and rest == (*(getattr(plan, name) for name in _SAME), llm.layers, llm.cp)
+    is_offloaded = row.get("offloads_optimizer", False) == plan.offloads_optimizer
+    return same_grids and is_offloaded and rest == (*(getattr(plan, name) for name in _SAME), llm.layers, llm.cp)
 
 
 def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str]) -> list[str]:
@@ -163,6 +164,8 @@ def plan_labels(candidates: pl.DataFrame, shown: pl.DataFrame, modules: list[str
             parts.append(" ".join(["ckpt", *counts]))
         if offloaded := [f"{module} {sum(layers)}" for module in modules if (layers := row.get(f"{module}_offloaded"))]:
             parts.append(" ".join(["host", *offloaded]))
+        if row.get("offloads_optimizer"):
+            parts.append("host optimizer")
         if candidates["schedule"].n_unique() > 1:
             parts.append(row["schedule"] + (f" x{row['num_chunks']}" if row["num_chunks"] > 1 else ""))
         if row["llm_layers"]:

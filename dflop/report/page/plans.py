@@ -58,6 +58,8 @@ def _facts(plan: Plan, text: dict[str, Any], memory_gib: float) -> list[tuple[st
     ]
     if offloaded := [f"{grid.module} {' + '.join(map(str, grid.offloaded))}" for grid in plan.grids if grid.offloaded]:
         facts.append(("layers in host memory", ", ".join(offloaded)))
+    if plan.offloads_optimizer:
+        facts.append(("optimiser's state", "in host memory between steps"))
     if (cp := plan.grid("llm").cp) > 1:
         facts.append(("long samples", f"over up to {cp} replicas of the LLM"))
     if predicted:

@@ -22,7 +22,7 @@ from dflop.config import Config, ModelConfig, load_config
 from dflop.costs import CostModel, analytic, fit_costs
 from dflop.costs.analytic import AnalyticPoints, analytic_points
 from dflop.models import ModelSpec, digest_of_spec, family_names, family_of, load_model_spec, offloading
-from dflop.plan import Grid, Plan
+from dflop.plan import Grid, Plan, leaving
 from dflop.plan.trained import EVERYTHING, TrainedSet
 from dflop.schedule import MEMORY_CATEGORIES
 from dflop.shapes.text import BUNDLED_TOKENIZER
@@ -73,6 +73,12 @@ PLANS = {
         ),
         num_microbatches=2,
     ),
+    "optimiser offloaded": Plan(
+        placement="colocated",
+        grids=(Grid(module="vision", num_ranks=4), Grid(module="llm", num_ranks=4, **SHARED)),
+        num_microbatches=2,
+        offloads_optimizer=True,
+    ),
     "tensor parallelism, recomputing and offloaded": Plan(
         placement="disjoint",
         grids=(
@@ -103,6 +109,7 @@ def _few_points():
         patch.setattr(analytic, "_COUNTED_ITEMS", (1, 40))
         patch.setattr(analytic, "_COUNTED_TOKENS", (64, 4_096))
         patch.setattr(offloading, "LEAST_BYTES", 1 << 14)  # these models' tensors are small
+        patch.setattr(leaving, "_MOST_VALUES", 1 << 13)
         yield
 
 

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import yaml
 from spaces import make_config
 
 from dflop.balance import LPT
 from dflop.base import UserError
 from dflop.costs import HOST, Link, LinkModel
-from dflop.plan import Grid, Plan, plan_from_dict
+from dflop.plan import Grid, Plan, leaving, plan_from_dict
 from dflop.report.charts.plans import is_plan, plan_labels
-from dflop.search import GroupedBatches, PlanPricer, candidates_frame
+from dflop.search import GroupedBatches, PlanPricer, candidates_frame, describe_choice
 
 FEW = {
     "fixed": {"num_microbatches": 1},
@@ -47,6 +48,38 @@ def test_layers_are_offloaded_rather_than_recomputed(tight, search, tiny_spec):
     assert " · host " in plan_labels(frame, frame, ["vision", "llm"])[place]
     for grid in plan.grids:
         assert (frame[f"{grid.module}_offloaded"][place] is None) == (not grid.offloaded)
+
+
+@pytest.fixture
+def few_values_at_a_time(monkeypatch):
+    """Parts of the optimiser's state that are small beside it, as of a real model."""
+    monkeypatch.setattr(leaving, "_MOST_VALUES", 64)
+
+
+def test_the_optimiser_is_offloaded_where_nothing_fits_else(search, costs, tiny_spec, samples, few_values_at_a_time):
+    config = make_config(2, 8, memory_gib=1e3, **FEW)
+    pinned = replace(config, plan=replace(config.plan, fixed=replace(config.plan.fixed, checkpointing=True)))
+    least_bytes = min(max(own.memory_bytes.values()) for own in search(pinned).candidates)
+    small = replace(config, cluster=replace(config.cluster, memory_gib=0.95 * least_bytes / 2**30))
+    with pytest.raises(UserError, match=r"no plan fits into `cluster.memory_gib`"):
+        search(small)
+    found = search(with_host_memory(small, 64.0))
+    best = found.best
+    assert best.plan.offloads_optimizer
+    assert max(best.memory_bytes.values()) <= small.cluster.memory_gib * 2**30
+    assert plan_from_dict(best.plan.to_dict()) == best.plan
+    assert "the optimiser's state" in yaml.safe_load(describe_choice(found, [], small, costs))["why"]
+    # What comes and goes takes its time, which nothing hides on GPUs.
+    on_gpus = replace(small, cluster=replace(small.cluster, device="cuda"))
+    batches = GroupedBatches(on_gpus, tiny_spec, costs, samples)
+    staying, away = (
+        PlanPricer(replace(best.plan, offloads_optimizer=is_away), on_gpus, tiny_spec, costs, batches, LPT)
+        for is_away in (False, True)
+    )
+    assert away.host_bytes() > staying.host_bytes()
+    assert away.mean_step_s() > staying.mean_step_s()
+    with pytest.raises(UserError, match=r"no plan fits"):  # the state alone is more than the node has
+        search(with_host_memory(small, 1e-9))
 
 
 def test_no_more_is_offloaded_than_the_node_holds(tight, search, costs, tiny_spec, samples):
