@@ -93,7 +93,7 @@ CHECKS = (
         run="levels:of_layers",
         seconds=150,
         limits={
-            "predicted over measured bytes": between(0.95, 1.05),
+            "predicted over measured bytes": between(0.95, 1.05, of_card=True),
             "seconds over those of kept layers": at_most(1.05, of_card=True),
             "bytes that left over those of layers": between(0.95, 1.05, of_card=True),
         },
@@ -139,6 +139,16 @@ CHECKS = (
         run="optimiser:updated",
         seconds=15,
         limits={"update, share of a copy's bandwidth": at_least(0.7, of_card=True)},
+    ),
+    Check(
+        name="offloaded",
+        shows="an offloaded optimiser updates as one on the device, and its state comes and goes as fast as plans say",
+        run="optimiser:offloaded",
+        seconds=30,
+        limits={
+            "largest difference from an update on the device": at_most(0),
+            "both ways of the state, over one copy's bytes a second": at_least(1.0, of_card=True),
+        },
     ),
     Check(
         name="saver",

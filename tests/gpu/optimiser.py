@@ -1,4 +1,5 @@
-"""The update of weights beside the bandwidth of the card's memory, and checkpoints that are written beside training."""
+"""The update of weights beside the bandwidth of the card's memory, or of the link to its host, and checkpoints that are
+written beside training."""
 
 import shutil
 import time
@@ -9,14 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from dflop.train.adamw import AdamW, Rates, squared_norm
+from dflop.train.host_buffer import host_zeros
 from dflop.train.observations import Observations
+from dflop.train.offloaded_adamw import OffloadedAdamW
 from dflop.train.saver import CheckpointSaver
 from dflop.train.sharded_optimizer import ShardedAdamW
 from tests.gpu.check import Figures, Setting
 from tests.gpu.clock import copied_bytes_per_s, seconds_of
 from tests.gpu.world import alone_in_world
 
-__all__ = ["saved_beside_steps", "updated"]
+__all__ = ["offloaded", "saved_beside_steps", "updated"]
 
 _VALUES_OF_BUCKET = 2**24
 # AdamW reads a value, its gradient and its moments, and writes all but the gradient.
@@ -30,14 +33,15 @@ def updated(setting: Setting) -> Figures:
     weights = [nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
     for own in weights:
         own.grad = torch.randn_like(own)
-    optimizer, gradients = AdamW(dict.fromkeys(weights, Rates(1.0, 0.1))), [own.grad for own in weights]
+    optimizer, of_weights = AdamW(dict.fromkeys(weights, Rates(1.0, 0.1))), {own: own.grad for own in weights}
+    gradients = list(of_weights.values())
 
     def zero() -> None:
         for own in gradients:
             own.zero_()
 
     copied = copied_bytes_per_s(device, 2**20 if setting.is_tiny else 2**30)
-    update_s = seconds_of(lambda: optimizer.step(1e-4), device)
+    update_s = seconds_of(lambda: optimizer.step(1e-4, of_weights, {}), device)
     norm_s = seconds_of(lambda: squared_norm(gradients), device)
     num_values = count * size
     return {
@@ -45,6 +49,39 @@ def updated(setting: Setting) -> Figures:
         "update, share of a copy's bandwidth": _BYTES_OF_UPDATE * num_values / update_s / copied,
         "norm, share of a copy's bandwidth": 4 * num_values / norm_s / copied,
         "zeroing, share of a copy's bandwidth": 4 * num_values / seconds_of(zero, device) / copied,
+        "seconds of an update of 1 B values": update_s * 1e9 / num_values,
+    }
+
+
+def offloaded(setting: Setting) -> Figures:
+    """The update of 0.5 B values whose moments and masters are in the host's memory, beside one on the device."""
+    device = torch.device(setting.device)
+    count, size = (2, 2**12) if setting.is_tiny else (30, _VALUES_OF_BUCKET)
+    num_values = count * size
+    started = torch.randn(count, size).pin_memory() if device.type == "cuda" else torch.randn(count, size)
+    gradients = [torch.randn(size, device=device) for _ in range(count)]
+    plain = [nn.Parameter(own.to(device)) for own in started]
+    away = [nn.Parameter(host_zeros(size, gradients[0]).copy_(own)) for own in started]
+    computed = {own: torch.zeros(size, dtype=torch.bfloat16, device=device) for own in away}
+    staying = AdamW(dict.fromkeys(plain, Rates(1.0, 0.1)))
+    moved = OffloadedAdamW(dict.fromkeys(away, Rates(1.0, 0.1)), device, has_masters=True)
+
+    def update() -> None:
+        moved.step(1e-4, dict(zip(away, gradients, strict=True)), computed)
+        moved.wait()
+
+    for _ in range(3):
+        staying.step(1e-4, dict(zip(plain, [own.clone() for own in gradients], strict=True)), {})
+        update()
+    most = max(float((one.detach().cpu() - other.detach()).abs().max()) for one, other in zip(plain, away, strict=True))
+    here = torch.empty_like(started, device=device)
+    link = started.nbytes / seconds_of(lambda: here.copy_(started, non_blocking=True), device)
+    update_s = seconds_of(update, device)
+    return {
+        "largest difference from an update on the device": most,
+        "a copy to the device, bytes a second": link,
+        # Three values of four bytes come and three go.
+        "both ways of the state, over one copy's bytes a second": 24 * num_values / update_s / link,
         "seconds of an update of 1 B values": update_s * 1e9 / num_values,
     }
 

@@ -13,7 +13,7 @@ from tests.gpu.checks import CHECKS
 from tests.gpu.runner import _without_result, expected_s, in_child, page, run_check, run_checks, said
 
 # Checks that take few seconds on a CPU. The others are tried before a release.
-IN_CI = ("gradients", "attention", "utilisation", "groups", "optimiser", "faults")
+IN_CI = ("gradients", "attention", "utilisation", "groups", "optimiser", "offloaded", "faults")
 
 
 def setting_in(folder) -> Setting:
