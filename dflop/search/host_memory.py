@@ -11,6 +11,7 @@ optimiser that stays, and once with one that is offloaded. Then the fastest plan
 both ways with offloaded layers, no more than they need, and with recomputed ones if they need these as well.
 """
 
+import itertools
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -70,24 +71,33 @@ def search_offloading(
     """
     if found and not found.candidates[0].plan.checkpointing and found.larger is None:
         return found  # nor would more memory bring anything
-    offloading, results, plans = _Offloading(config, spec, costs, batches), [found] if found else [], {}
+    offloading, results = _Offloading(config, spec, costs, batches), [found] if found else []
+    candidates, num_priced = list(found.candidates) if found else [], found.num_priced if found else 0
     for offloads_optimizer in (False, True):
         with suppress(UserError):  # nothing fits
             if result := search(offloading.lighter_costs(), offloads_optimizer=offloads_optimizer):
                 results.append(result)
-    for candidates in (result.candidates[:NUM_FINALISTS] for result in results):
-        for own in candidates:
-            if own.step_s <= (1 + FINALISTS_PERCENT / 100) * candidates[0].step_s:
-                kept = without_recomputed(own.plan)
-                plans |= dict.fromkeys((kept, replace(kept, offloads_optimizer=True)))
-    fastest_s = found.candidates[0].step_s if found else np.inf
-    faster = [own for own in map(offloading.candidate, plans) if own and own.step_s < fastest_s]
-    if not faster:
+        plans = dict.fromkeys(
+            replace(without_recomputed(own.plan), offloads_optimizer=offloads_optimizer)
+            for own in itertools.chain.from_iterable(map(_fastest, results))
+        )
+        least_s = candidates[0].step_s if candidates else np.inf
+        faster = [own for own in map(offloading.candidate, plans) if own and own.step_s < least_s]
+        candidates = sorted([*candidates, *faster], key=lambda candidate: candidate.step_s)
+        num_priced += len(plans)
+        if candidates and not candidates[0].plan.checkpointing:
+            break  # the optimiser's copies would take longer, and nothing less
+    if not candidates or (found and candidates[0] is found.candidates[0]):
         return found
-    candidates = sorted([*(found.candidates if found else []), *faster], key=lambda candidate: candidate.step_s)
     like = found or results[0]
     larger = like.larger if found and like.larger and like.larger.step_s < 0.99 * candidates[0].step_s else None
-    return replace(like, candidates=candidates, num_priced=like.num_priced + len(plans), larger=larger, with_more=None)
+    return replace(like, candidates=candidates, num_priced=num_priced, larger=larger, with_more=None)
+
+
+def _fastest(result: SearchResult) -> list[Candidate]:
+    """The plans that are nearly as fast as the fastest."""
+    most_s = (1 + FINALISTS_PERCENT / 100) * result.candidates[0].step_s
+    return [own for own in result.candidates[:NUM_FINALISTS] if own.step_s <= most_s]
 
 
 class _Offloading:
