@@ -99,8 +99,8 @@ def on_one_mesh(
     recomputed: Mapping[str, Sequence[int]],
     sharing: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a framework that knows the LLM's grid alone: encoders in its first stage, shared as the LLM is, and
-    whole samples on each replica.
+    """The plan of a framework that knows the LLM's grid alone: encoders in its first stage, shared as the LLM is,
+    whole samples on each replica, and nothing in host memory.
 
     `recomputed` has the number of recomputed layers of each stage; a module that is not named recomputes none.
     `sharing` are fields of the LLM's grid, where the framework has replicas share something else.
@@ -113,6 +113,7 @@ def on_one_mesh(
         placement=MONOLITHIC.name if encoders else plan.placement,
         grids=(*encoders, llm),
         checkpointing=any(map(any, recomputed.values())),
+        offloads_optimizer=False,
     )
     layers = {grid.module: made.recomputed_of(grid.module, spec.module(grid.module).num_layers) for grid in made.grids}
     counts = {module: tuple(recomputed.get(module, (0,) * len(own))) for module, own in layers.items()}

@@ -327,13 +327,16 @@ def test_layers_recomputed_but_for_attention_are_recomputed_as_a_whole_by_flags(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_offloaded_layers_stay_on_the_device_by_flags(framework):
-    away = replace(ONE_MODULE, grids=(ONE_MODULE.grids[0], replace(ONE_MODULE.grids[1], offloaded=(3,))))
+def test_what_is_offloaded_stays_on_the_device_by_flags(framework):
+    grids = ONE_MODULE.grids[0], replace(ONE_MODULE.grids[1], offloaded=(3,))
+    away = replace(ONE_MODULE, grids=grids, offloads_optimizer=True)
     emitted, kept = (emit(framework, plan, SPEC, 512) for plan in (away, ONE_MODULE))
     assert (emitted.plan, emitted.flags) == (kept.plan, kept.flags)
-    (said,) = (sentence for sentence in emitted.beyond if sentence not in kept.beyond)
     form = FRAMEWORKS[framework].form
-    assert said == f"layers in host memory: llm 3; these {form} keep all of them on the device"
+    assert [sentence for sentence in emitted.beyond if sentence not in kept.beyond] == [
+        f"layers in host memory: llm 3; these {form} keep all of them on the device",
+        f"the optimiser's state in host memory between steps; these {form} keep it on the device",
+    ]
 
 
 # ---- frameworks that read a config file, and those that share Megatron Core's names ----
