@@ -38,16 +38,18 @@ done
 class Checkout:
     """A copy of the repository to run commands in."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen) -> None:
-        self.folder, self._server = folder, server
+    def __init__(self, folder: Path, server: subprocess.Popen, served: dict[str, str]) -> None:
+        self.folder, self._server, self._served = folder, server, served
         for name in ("workflow", "config"):
             shutil.copytree(REPOSITORY / name, folder / name)
         (folder / "slurm").symlink_to("workflow/profiles/slurm")
 
     def snakemake(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        """Run `snakemake`, forked from a process that has imported it, and dflop, if it is not to import another."""
+        """Run `snakemake`, forked from a process that has imported it, and dflop, if it is not to import another. Its
+        jobs' `dflop` is a fork, too, if it is not to find another."""
         if "PYTHONPATH" in environment:
             return self.run("snakemake", *arguments, **environment)
+        environment = self._served | environment
         with tempfile.TemporaryDirectory() as folder:
             stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
             request = {
@@ -101,5 +103,19 @@ def snakemake_server() -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture(scope="session")
-def make_checkout(tmp_path_factory, snakemake_server) -> Callable[[], Checkout]:
-    return lambda: Checkout(tmp_path_factory.mktemp("checkout"), snakemake_server)
+def dflop_server() -> Iterator[dict[str, str]]:
+    """Variables with which `dflop` is run by a process that has imported it."""
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/socket"
+        with subprocess.Popen([sys.executable, here / "dflop_server.py", path], stdout=subprocess.PIPE) as server:
+            try:
+                server.stdout.readline()  # it is ready
+                yield {"DFLOP_SERVER": path, "PATH": f"{here / 'served'}:{os.environ['PATH']}"}
+            finally:
+                server.kill()
+
+
+@pytest.fixture(scope="session")
+def make_checkout(tmp_path_factory, snakemake_server, dflop_server) -> Callable[[], Checkout]:
+    return lambda: Checkout(tmp_path_factory.mktemp("checkout"), snakemake_server, dflop_server)
