@@ -1,5 +1,7 @@
 """A copy of the repository in which workflow tests run Snakemake, as a user would in a clone."""
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -38,7 +40,7 @@ done
 class Checkout:
     """A copy of the repository to run commands in."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen, served: dict[str, str]) -> None:
+    def __init__(self, folder: Path, server: Callable[[bool], subprocess.Popen], served: dict[str, str]) -> None:
         self.folder, self._server, self._served = folder, server, served
         for name in ("workflow", "config"):
             shutil.copytree(REPOSITORY / name, folder / name)
@@ -47,8 +49,7 @@ class Checkout:
     def snakemake(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         """Run `snakemake`, forked from a process that has imported it, and dflop, if it is not to import another. Its
         jobs' `dflop` is a fork, too, if it is not to find another."""
-        if "PYTHONPATH" in environment:
-            return self.run("snakemake", *arguments, **environment)
+        server = self._server("PYTHONPATH" not in environment)
         environment = self._served | environment
         with tempfile.TemporaryDirectory() as folder:
             stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
@@ -59,8 +60,8 @@ class Checkout:
                 "stdout": str(stdout),
                 "stderr": str(stderr),
             }
-            print(json.dumps(request), file=self._server.stdin, flush=True)
-            code = int(self._server.stdout.readline())
+            print(json.dumps(request), file=server.stdin, flush=True)
+            code = int(server.stdout.readline())
             return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
@@ -96,9 +97,22 @@ class Checkout:
 
 
 @pytest.fixture(scope="session")
-def snakemake_server() -> Iterator[subprocess.Popen]:
+def snakemake_server() -> Iterator[Callable[[bool], subprocess.Popen]]:
+    """`snakemake_server(has_dflop)`: a process that has imported Snakemake, and dflop or not."""
     command = [sys.executable, str(Path(__file__).with_name("snakemake_server.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def server(has_dflop: bool) -> subprocess.Popen:
+            return stack.enter_context(
+                subprocess.Popen(
+                    [*command, *(["dflop"] if has_dflop else [])],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
         yield server
 
 
