@@ -21,11 +21,12 @@ __all__ = ["make_run"]
 _LONGEST = tuple(
     f"test_{name}.py"
     for name in (
-        *("training", "plan_memory", "stopping", "analytic", "workflow", "compilation", "layouts", "service"),
-        *("training_surroundings", "counted", "shapes", "elsewhere", "side_by_side", "page", "fake_cuda", "links"),
-        *("export", "model_arithmetic", "tensor_parallel", "stages", "slurm_jobs", "tables", "peers", "made_up_tables"),
-        *("reruns", "against_brute_force", "evaluation", "published_runs", "trainer_example", "offloading"),
-        *("layouts_agree", "deterministic", "packaging", "constraints", "two_at_once", "step_bounds"),
+        *("training", "compilation", "layouts", "plan_memory", "workflow", "counted", "stopping", "analytic"),
+        *("fake_cuda", "service", "training_surroundings", "shapes", "links", "side_by_side", "stages", "export"),
+        *("constraints", "tensor_parallel", "published_runs", "page", "reruns", "model_arithmetic", "peers"),
+        *("slurm_jobs", "tables", "surroundings", "made_up_tables", "against_brute_force", "evaluation", "elsewhere"),
+        *("trainer_example", "offloading", "layouts_agree", "deterministic", "packaging", "hostile_media"),
+        *("kernels", "two_at_once", "step_bounds"),
     )
 )
 

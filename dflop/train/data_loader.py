@@ -1,21 +1,17 @@
 """Inputs of a rank's nodes, loaded ahead in processes of their own by torch's DataLoader."""
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from torch.utils.data import DataLoader, Dataset
 
-from dflop.base.numa import leave_cores_near
 from dflop.config import Config
-from dflop.loading.dataset import MicrobatchJob, MicrobatchLoader, TrainingRecords, microbatch_loader
+from dflop.loading.dataset import MicrobatchLoader, TrainingRecords, microbatch_loader
 from dflop.plan import Plan
 from dflop.shapes import list_sources
-from dflop.step import Node
 from dflop.train.feed import JobStream
-from dflop.train.lost_loaders import end_if_not_handed_over
+from dflop.train.loader_process import RankDataset, as_it_is, begin
 from dflop.train.rank_model import NodeModel, RankModel
 
 __all__ = ["load_again_and_again", "load_ahead", "make_loader", "start_loading"]
@@ -50,13 +46,13 @@ def load_ahead(dataset: Dataset, stream: JobStream, config: Config, *, stays: bo
         dataset,
         sampler=stream,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         num_workers=num_workers,
         multiprocessing_context="spawn" if num_workers else None,  # so that they notice when their rank dies
         prefetch_factor=ahead // num_workers if num_workers else None,
         pin_memory=config.cluster.device == "cuda",
         persistent_workers=stays and num_workers > 0,
-        worker_init_fn=partial(_begin_worker, 19 if config.cluster.device == "cpu" else 5),
+        worker_init_fn=partial(begin, 19 if config.cluster.device == "cpu" else 5),
     )
 
 
@@ -77,34 +73,12 @@ def make_loader(
     )
 
 
-def _dataset(config: Config, plan: Plan, model: RankModel) -> "_RankDataset":
+def _dataset(config: Config, plan: Plan, model: RankModel) -> RankDataset:
     records = TrainingRecords(list_sources(config.data), config.seed)  # opened once for all of the rank's nodes
-    return _RankDataset(
+    return RankDataset(
         {
             node_model.node: make_loader(config, model, plan, node_model, records)
             for node_model in model.nodes
             if node_model.stage.reads_records
         }
     )
-
-
-@dataclass
-class _RankDataset(Dataset):
-    """The inputs of all of a rank's nodes: an item is a node and its job."""
-
-    loaders: dict[Node, MicrobatchLoader]
-
-    def __getitem__(self, item: tuple[Node, MicrobatchJob]) -> object:
-        node, job = item
-        return self.loaders[node][job]
-
-
-def _begin_worker(niceness: int, _: int) -> None:
-    """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores."""
-    os.nice(niceness)
-    leave_cores_near()
-    end_if_not_handed_over()
-
-
-def _as_it_is(batch: object) -> object:
-    return batch

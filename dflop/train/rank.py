@@ -9,17 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-from transformers.utils import logging
+if __name__ != "__mp_main__":  # as which each loader process imports this file, and needs nothing of it
+    import torch
+    import torch.distributed as dist
+    from transformers.utils import logging
 
-from dflop.base import UserError
-from dflop.config import load_config
-from dflop.train.generation import Generation
-from dflop.train.lost_loaders import allow_open_files, in_one_line, why_loading_ended
-from dflop.train.run_folder import MeasuredOn, RunFiles
-from dflop.train.stopping import StopRequest, end_loaders
-from dflop.train.trainer import Trainer
+    from dflop.base import UserError
+    from dflop.config import load_config
+    from dflop.train.generation import Generation
+    from dflop.train.lost_loaders import allow_open_files, in_one_line, why_loading_ended
+    from dflop.train.run_folder import MeasuredOn, RunFiles
+    from dflop.train.stopping import StopRequest, end_loaders
+    from dflop.train.trainer import Trainer
 
 # What NCCL says where its buffers do not fit into a device's memory.
 _NCCL_SAYS = "out of memory", "Failed to CUDA calloc"

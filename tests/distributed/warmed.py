@@ -4,6 +4,8 @@ are imported where they are first needed, the schema of configs, and what numba 
 import faulthandler
 import gc
 
+import pyarrow  # noqa: F401
+import scipy.signal  # noqa: F401
 import torch.distributed.checkpoint.filesystem
 import torch.utils.tensorboard  # noqa: F401
 from PIL import Image

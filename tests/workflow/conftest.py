@@ -1,5 +1,7 @@
 """A copy of the repository in which workflow tests run Snakemake, as a user would in a clone."""
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -38,16 +40,17 @@ done
 class Checkout:
     """A copy of the repository to run commands in."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen) -> None:
-        self.folder, self._server = folder, server
+    def __init__(self, folder: Path, server: Callable[[bool], subprocess.Popen], served: dict[str, str]) -> None:
+        self.folder, self._server, self._served = folder, server, served
         for name in ("workflow", "config"):
             shutil.copytree(REPOSITORY / name, folder / name)
         (folder / "slurm").symlink_to("workflow/profiles/slurm")
 
     def snakemake(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        """Run `snakemake`, forked from a process that has imported it, and dflop, if it is not to import another."""
-        if "PYTHONPATH" in environment:
-            return self.run("snakemake", *arguments, **environment)
+        """Run `snakemake`, forked from a process that has imported it, and dflop, if it is not to import another. Its
+        jobs' `dflop` is a fork, too, if it is not to find another."""
+        server = self._server("PYTHONPATH" not in environment)
+        environment = self._served | environment
         with tempfile.TemporaryDirectory() as folder:
             stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
             request = {
@@ -57,8 +60,8 @@ class Checkout:
                 "stdout": str(stdout),
                 "stderr": str(stderr),
             }
-            print(json.dumps(request), file=self._server.stdin, flush=True)
-            code = int(self._server.stdout.readline())
+            print(json.dumps(request), file=server.stdin, flush=True)
+            code = int(server.stdout.readline())
             return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
@@ -94,12 +97,39 @@ class Checkout:
 
 
 @pytest.fixture(scope="session")
-def snakemake_server() -> Iterator[subprocess.Popen]:
+def snakemake_server() -> Iterator[Callable[[bool], subprocess.Popen]]:
+    """`snakemake_server(has_dflop)`: a process that has imported Snakemake, and dflop or not."""
     command = [sys.executable, str(Path(__file__).with_name("snakemake_server.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def server(has_dflop: bool) -> subprocess.Popen:
+            return stack.enter_context(
+                subprocess.Popen(
+                    [*command, *(["dflop"] if has_dflop else [])],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
         yield server
 
 
 @pytest.fixture(scope="session")
-def make_checkout(tmp_path_factory, snakemake_server) -> Callable[[], Checkout]:
-    return lambda: Checkout(tmp_path_factory.mktemp("checkout"), snakemake_server)
+def dflop_server() -> Iterator[dict[str, str]]:
+    """Variables with which `dflop` is run by a process that has imported it."""
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/socket"
+        with subprocess.Popen([sys.executable, here / "dflop_server.py", path], stdout=subprocess.PIPE) as server:
+            try:
+                server.stdout.readline()  # it is ready
+                yield {"DFLOP_SERVER": path, "PATH": f"{here / 'served'}:{os.environ['PATH']}"}
+            finally:
+                server.kill()
+
+
+@pytest.fixture(scope="session")
+def make_checkout(tmp_path_factory, snakemake_server, dflop_server) -> Callable[[], Checkout]:
+    return lambda: Checkout(tmp_path_factory.mktemp("checkout"), snakemake_server, dflop_server)

@@ -1,5 +1,6 @@
 """Snakemake, imported once. Each line of stdin has the arguments of `run` as JSON, and a fork of this process does what
-the `snakemake` command would. Its exit code is printed."""
+the `snakemake` command would. Its exit code is printed. With the argument `dflop` that package is imported, too; forks
+that are to find another one need a server without."""
 
 import gc
 import json
@@ -12,8 +13,9 @@ import snakemake.executors.local
 import snakemake.scheduling.greedy
 import snakemake.workflow
 
-from dflop import models, shapes  # noqa: F401
-from dflop.base import commands  # noqa: F401
+if sys.argv[1:] == ["dflop"]:
+    from dflop import models, shapes  # noqa: F401
+    from dflop.base import commands  # noqa: F401
 
 
 def run(arguments: list[str], folder: str, environment: dict[str, str], stdout: str, stderr: str) -> None:
@@ -23,6 +25,7 @@ def run(arguments: list[str], folder: str, environment: dict[str, str], stdout: 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = ["snakemake", *arguments]
     snakemake.cli.main()
 

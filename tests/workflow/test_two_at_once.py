@@ -40,13 +40,17 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 def test_a_second_snakemake_in_the_folder_of_a_running_one_is_refused(make_checkout):
     checkout = make_checkout()
     path = checkout.path_with_stubs(dflop=WAITS)
-    command = ["snakemake", "--cores", "1", "--retries", "0", "--config", "run=a"]
+    options = ["--cores", "1", "--retries", "0", "--config", "run=a"]
     first = subprocess.Popen(
-        command, cwd=checkout.folder, env=os.environ | {"PATH": path}, stderr=subprocess.PIPE, text=True
+        ["snakemake", *options],
+        cwd=checkout.folder,
+        env=os.environ | {"PATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_for(checkout.folder / "started", first)
-        second = checkout.run(*command, PATH=path)
+        second = checkout.snakemake(*options, PATH=path)
         assert second.returncode == 1
         assert "Directory cannot be locked" in second.stderr
         assert "Traceback" not in second.stderr
@@ -66,17 +70,21 @@ def test_a_training_that_a_killed_snakemake_left_keeps_the_next_one_out_until_it
     stub = checkout.folder / "bin/dflop"
     trains = f'[ "$1" = train ] && exec {sys.executable} train.py "$@"'
     stub.write_text(stub.read_text().replace("#!/bin/sh", f"#!/bin/sh\n{trains}", 1))
-    command = ["snakemake", "--cores", "1", "--retries", "0", "--configfile", config]
+    options = ["--cores", "1", "--retries", "0", "--configfile", config]
     first = subprocess.Popen(
-        command, cwd=checkout.folder, env=os.environ | {"PATH": path}, stderr=subprocess.PIPE, text=True
+        ["snakemake", *options],
+        cwd=checkout.folder,
+        env=os.environ | {"PATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_for(checkout.folder / "started", first)
         first.kill()
         first.wait()
-        assert "Directory cannot be locked" in checkout.run(*command, PATH=path).stderr
-        assert checkout.run(*command, "--unlock", PATH=path).returncode == 0
-        refused = checkout.run(*command, PATH=path)
+        assert "Directory cannot be locked" in checkout.snakemake(*options, PATH=path).stderr
+        assert checkout.snakemake(*options, "--unlock", PATH=path).returncode == 0
+        refused = checkout.snakemake(*options, PATH=path)
         assert refused.returncode == 1
         assert "FAILED train" in refused.stderr
         assert "trains here; wait for its end, or end it (`kill " in refused.stderr
@@ -84,6 +92,6 @@ def test_a_training_that_a_killed_snakemake_left_keeps_the_next_one_out_until_it
     finally:
         (checkout.folder / "go-on").touch()
         first.communicate()  # the training has this pipe as well
-    last = checkout.run(*command, PATH=path)
+    last = checkout.snakemake(*options, PATH=path)
     assert last.returncode == 0, last.stderr
     assert (checkout.folder / "results/a/report/index.html").exists()

@@ -50,10 +50,14 @@ def test_a_gpu_that_is_full_is_named_with_what_to_lower(expected, error, monkeyp
     ("raised", "code"),
     [pytest.param("UserError('no')", 2, marks=pytest.mark.exhaustive), ("RuntimeError('a message')", 1)],
 )
-def test_a_rank_that_fails_waits_for_nobody(raised, code, tmp_path):
-    """A thread stands for communicators that torch would wait for."""
+def test_a_loader_imports_no_model_and_a_rank_that_fails_waits_for_nobody(raised, code, tmp_path):
+    """A loader process imports the rank's program under another name. A thread stands for communicators that torch
+    would wait for."""
     program = f"""
 import runpy, sys, threading, time
+import dflop.train.loader_process
+runpy.run_module("dflop.train.rank", run_name="__mp_main__")
+assert "transformers" not in sys.modules
 from dflop.base import UserError
 from dflop.train import generation, trainer
 def train(*_):
