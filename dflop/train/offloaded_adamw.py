@@ -42,7 +42,7 @@ class _Slot:
     """Memory on the device for one part, by kind, and what has happened to it."""
 
     def __init__(self, kinds: tuple[str, ...], num_values: int, like: torch.Tensor, *, has_streams: bool) -> None:
-        self.memory = {kind: like.new_zeros(num_values) for kind in kinds}
+        self.memory = {kind: like.new_empty(num_values) for kind in kinds}
         self._events = {name: torch.cuda.Event() for name in ("came", "went")} if has_streams else {}
 
     def note(self, name: str, stream: torch.cuda.Stream | None) -> None:
@@ -59,7 +59,7 @@ class OffloadedAdamW:
     """`AdamW` with its moments in host memory, and with the updated tensors themselves where `has_masters`: these are
     then in host memory, too (`host_zeros`), and `AdamW.step`'s `computed` are on `device`.
 
-    All tensors have one dtype. Values are those of `AdamW` to the last digit.
+    All tensors have one dtype.
     """
 
     def __init__(self, rates: Mapping[nn.Parameter, Rates], device: torch.device, *, has_masters: bool) -> None:
@@ -94,6 +94,7 @@ class OffloadedAdamW:
         computing = torch.cuda.current_stream(self._device) if self._come is not None else None
         if self._come is not None:
             self._come.wait_stream(self._go)  # the last step's state
+            self._come.wait_stream(computing)  # on which the slots' memory was had
         for number, part in enumerate(self._parts):
             slot = self._slots[number % 2]
             slot.after("went", self._come)
