@@ -60,17 +60,16 @@ def resident_parts(
     parameters only the masters are then held, which serve for computing, too. Of a state in host memory
     (`offloads_optimizer`), two parts are on the device."""
     count, held_bytes = trained_bytes / 4, max(4, value_bytes)
-    frozen = frozen_bytes / 4 * (value_bytes / num_shards)
-    if num_shards > 1:
-        own, state_bytes = count * (held_bytes / num_shards), 2 * held_bytes
-        resident = Resident(own + frozen, own, 2 * own)
-    else:
-        state_bytes = 2 * held_bytes + (held_bytes if value_bytes < held_bytes else 0)
-        resident = Resident(count * value_bytes + frozen, count * held_bytes, count * (state_bytes / dp))
+    frozen, is_shared = frozen_bytes / 4 * (value_bytes / num_shards), num_shards > 1
+    has_masters, num_owners = not is_shared and value_bytes < held_bytes, num_shards if is_shared else dp
+    state_bytes = (2 + has_masters) * held_bytes
+    state = count * (state_bytes / num_owners)
     if offloads_optimizer:
-        num_here = 2 * values_of_part(count / (num_shards if num_shards > 1 else dp))
-        return resident._replace(optimizer=num_here * state_bytes)
-    return resident
+        state = 2 * values_of_part(count / num_owners) * state_bytes
+    if is_shared:
+        own = count * (held_bytes / num_shards)
+        return Resident(own + frozen, own, state)
+    return Resident(count * value_bytes + frozen, count * held_bytes, state)
 
 
 def memory_of_parts(kind: StageKind, kept: Mapping[str, Form], passing: Mapping[str, Form]) -> tuple[Form, list[Form]]:

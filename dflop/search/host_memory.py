@@ -6,9 +6,9 @@ again for them. The optimiser's state comes to be updated at the end of a step, 
 a step moves it once. Of 78 B parameters on 64 devices, 9.1 GiB of a device wait, and are moved in 0.4 s.
 
 Both are searched only where memory makes plans slower, or where nothing fits. First the whole space is searched with
-layers that keep less: all layers of a module share in what its offloaded ones save. It is searched once with an
-optimiser that stays, and once with one that is offloaded. Then the fastest plans, and those found before, are priced in
-both ways with offloaded layers, no more than they need, and with recomputed ones if they need these as well.
+layers that keep less: all layers of a module share in what its offloaded ones save. Then the fastest plans, and those
+found before, are priced with offloaded layers, no more than they need, and with recomputed ones if they need these as
+well. Where the fastest still recomputes, all of that is done once more for plans whose optimiser is offloaded.
 """
 
 import itertools

@@ -67,7 +67,8 @@ def test_memory_of_the_host_is_zeros_and_does_not_count_where_tensors_are_fake()
 
 
 class Clocked:
-    """Streams and events as sets of what has happened before what comes next on them (`happened`)."""
+    """A stream, or an event. `happened` are the numbers of the operations that have ended before the stream's next one
+    begins: those given to the stream itself, and those of streams that it waited for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.happened: set[int] = set()
