@@ -6,7 +6,7 @@ does, so that `fit_costs` and everything after it treat both alike.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -36,16 +36,20 @@ _PIECES = (
     ("first", 0, False),
     ("last", 0, False),
 )
-# The loads of the points, and those between which counts are interpolated, as they are all but linear. A head is run
-# for every point, with at most four chunks of targets.
+# The loads of the points, and those at which pieces are counted. Layers are counted at the last two, and grow linearly
+# (below 2,000 tokens, compiled layers would free some tensors in another order). What stands around an encoder's layers
+# has other kernels for a single item, and for very many.
 _NUM_ITEMS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2000)
-_COUNTED_ITEMS = (1, 5, 40, 200)
+_COUNTED_ITEMS = (1, 5, 200)
 # For an encoder whose items attend to each other in runs: numbers of items, and numbers of items in a run.
 _NUM_RUN_ITEMS = tuple(16 << doubling for doubling in range(13))
 _RUN_LENGTHS = (16, 256, 4_096)
 _COUNTED_RUN_ITEMS = (16, 1_024, 16_384)
 _NUM_TOKENS = tuple(64 << doubling for doubling in range(12))
-_COUNTED_TOKENS = (64, 4_096, 131_072)
+_COUNTED_TOKENS = (4_096, 131_072)
+# An LLM's head is run with at most one chunk of targets more. Chunks have twice these few targets or more.
+_MOST_CHUNKS = 3
+_FEW_TARGETS = 64
 # The length of a microbatch's segments in tokens, and the share of its tokens that are targets.
 _TEXT_FORMS = ((16_384, 0.5), (2_048, 0.05), (2_048, 0.5), (256, 0.1))
 
@@ -103,8 +107,9 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
         if piece == "last" and stage.module == "llm":
             counts: _Counts = _HeadCounts.of(points, run_at, stage.targets_at_once)
         else:
-            runs = [run_at({stage.main_load: load, "num_targets": 1}) for load in counted_loads]
-            counts = _InterpolatedCounts(runs, stage, frame, np.array(counted_loads, dtype=float))
+            at = counted_loads[-2:] if piece == "layers" else counted_loads
+            runs = [run_at({stage.main_load: load, "num_targets": 1}) for load in at]
+            counts = _InterpolatedCounts(runs, stage, frame, np.array(at, dtype=float))
         counts_of[piece, depth, checkpointing] = counts
     for (piece, depth, checkpointing), counts in counts_of.items():
         # When the first part has its backward, what the layers kept is free. That is taken to be more than it needs.
@@ -140,7 +145,7 @@ def _passing_shares(
 ) -> tuple[float, float]:
     """Of a layer that passes gradients on: its backward and what it keeps, as shares of a trained layer's, at the
     median over the points."""
-    seconds, kept = [], []
+    seconds, kept, counted_loads = [], [], counted_loads[-2:]
     for context in (nullcontext, stage.stage.layers_passing):
         of_depths = []
         for depth in (1, 2):
@@ -194,7 +199,8 @@ class _Counts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InterpolatedCounts:
-    """Counts of a piece: of `runs` at the main loads `counted_at`, and by interpolation at all points of `frame`."""
+    """Counts of a piece: of `runs` at the main loads `counted_at`, and linear between and beyond these, at all points
+    of `frame`."""
 
     runs: list[CountedRun]
     stage: CountedStage
@@ -202,14 +208,19 @@ class _InterpolatedCounts:
     counted_at: np.ndarray
 
     def at_points(self, name: str) -> np.ndarray:
+        # The peak at each operation is linear, and so not the largest of them.
+        if name == "peak_bytes" and len({len(run.peaks) for run in self.runs}) == 1:
+            return self._interpolated(_counts_of(self.runs, "peaks")).max(axis=0)
         counts = _counts_of(self.runs, name)
-        is_squared = self.stage.is_packed and name.endswith("attention_flops")
-        if is_squared:  # a run has one segment
-            counts = counts / self.counted_at**2
+        if self.stage.is_packed and name.endswith("attention_flops"):  # a run has one segment
+            return self._interpolated(counts / self.counted_at**2) * self._squares
+        return self._interpolated(counts)
+
+    def _interpolated(self, counts: np.ndarray) -> np.ndarray:
+        """Counts [num_runs] as [num_points], or [num_runs, num_counts] as [num_counts, num_points]."""
         start = (np.searchsorted(self.counted_at, self._loads) - 1).clip(0, len(counts) - 2)
-        slopes = np.diff(counts) / np.diff(self.counted_at)
-        found = counts[start] + slopes[start] * (self._loads - self.counted_at[start])
-        return found * self._squares if is_squared else found
+        slopes = (np.diff(counts, axis=0).T / np.diff(self.counted_at)).T
+        return counts[start].T + slopes[start].T * (self._loads - self.counted_at[start])
 
     @property
     def _loads(self) -> np.ndarray:
@@ -224,35 +235,67 @@ class _InterpolatedCounts:
 
 @dataclass(frozen=True, slots=True)
 class _HeadCounts:
-    """Counts of an LLM's head. It takes its targets in chunks, and all chunks after the third add the same counts and
-    add as much to each of the run's `peaks`.
+    """Counts of an LLM's head. It takes its targets in chunks, and all chunks after the third add the same counts, and
+    as much to the peak at each operation around the matrix products and to the largest among these.
 
-    Each point has a run with at most three chunks, `runs`, one with a chunk more, `longer`, and `num_left_out` chunks.
+    Of each point, `runs` has a run with at most three chunks and `longer` one with a chunk more. The point itself has
+    `num_more` chunks more than the first.
     """
 
-    runs: list[CountedRun]
-    longer: list[CountedRun]
-    num_left_out: np.ndarray
+    runs: list["_LinearRun"]
+    longer: list["_LinearRun"]
+    num_more: np.ndarray
 
     @classmethod
     def of(cls, points: list[dict[str, int]], run_at: Callable[..., CountedRun], targets_at_once: float) -> Self:
-        num_left_out = [max(0, math.ceil(loads["num_targets"] / targets_at_once) - 3) for loads in points]
+        num_more = [max(0, math.ceil(loads["num_targets"] / targets_at_once) - _MOST_CHUNKS) for loads in points]
         runs, longer = [], []
-        for loads, num_chunks in zip(points, num_left_out, strict=True):
-            if not num_chunks:
-                runs.append(run_at(loads))
-                longer.append(runs[-1])
-                continue
-            num_targets = loads["num_targets"] - num_chunks * targets_at_once
-            runs.append(run_at(loads | {"num_targets": num_targets}))
-            longer.append(run_at(loads | {"num_targets": num_targets + targets_at_once}))
-        return cls(runs, longer, np.array(num_left_out))
+        for loads, more in zip(points, num_more, strict=True):
+            num_targets = loads["num_targets"]
+            for found, left_out in ((runs, more), (longer, more - 1 if more else 0)):
+                num_run = num_targets - left_out * targets_at_once if left_out else num_targets
+                found.append(_LinearRun.of(loads["num_tokens"], num_run, run_at, targets_at_once))
+        return cls(runs, longer, np.array(num_more))
 
     def at_points(self, name: str) -> np.ndarray:
         if name == "peak_bytes":
-            return self.at_points("peaks").max(axis=0)
-        counts = _counts_of(self.runs, name).T
-        return counts + self.num_left_out * (_counts_of(self.longer, name).T - counts)
+            return np.array([self._peak_bytes(place) for place in range(len(self.runs))])
+        counts, longer = (np.array([run.count(name) for run in runs]) for runs in (self.runs, self.longer))
+        return counts + self.num_more * (longer - counts)
+
+    def _peak_bytes(self, place: int) -> float:
+        run, longer, num_more = self.runs[place], self.longer[place], self.num_more[place]
+        if not num_more:
+            return run.count("peaks").max()
+        return (run.peaks_around() + num_more * (longer.peaks_around() - run.peaks_around())).max()
+
+
+@dataclass(frozen=True, slots=True)
+class _LinearRun:
+    """A run of an LLM's head, whose counts are linear in the tokens and in the targets of the chunk that is not full:
+    a weighted sum of those of three other runs with as many chunks."""
+
+    runs: tuple[CountedRun, CountedRun, CountedRun]
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, num_tokens: int, num_targets: int, run_at: Callable[..., CountedRun], targets_at_once: float) -> Self:
+        num_full = (num_targets - 1) // targets_at_once
+        full = int(num_full * targets_at_once) if num_full else 0  # a chunk may have endlessly many targets
+        few, many = full + _FEW_TARGETS, full + 2 * _FEW_TARGETS
+        at = ((many, few), (2 * many, few), (many, many))
+        runs = tuple(run_at({"num_tokens": tokens, "num_targets": targets}) for tokens, targets in at)
+        more = num_tokens / many - 1, (num_targets - few) / (many - few)
+        return cls(runs, np.array([1 - sum(more), *more]))
+
+    def count(self, name: str) -> np.ndarray:
+        return self.weights @ _counts_of(self.runs, name)
+
+    def peaks_around(self) -> np.ndarray:
+        """The peak at each operation before the first matrix product, the largest from there to the last one, and the
+        peak at each operation behind it."""
+        peaks, (first, last) = self.count("peaks"), self.runs[0].products
+        return np.array([*peaks[:first], peaks[first : last + 1].max(), *peaks[last + 1 :]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +313,8 @@ class _Difference:
         return two - one if self.is_layer else 2 * one - two
 
 
-def _counts_of(runs: list[CountedRun], name: str) -> np.ndarray:
-    """The count of each run, [num_runs], or its `peaks`, [num_runs, num_peaks]."""
+def _counts_of(runs: Sequence[CountedRun], name: str) -> np.ndarray:
+    """The count of each run, [num_runs], or their `peaks`, [num_runs, num_operations]."""
     return np.array([attrgetter(name)(run) for run in runs], dtype=float)
 
 

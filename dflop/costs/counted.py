@@ -37,13 +37,14 @@ _NUM_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CountedRun:
-    """Work of forward and of backward, bytes kept between the two, and the most bytes at any time (`Meter.peaks`),
-    parameters and their gradients left out."""
+    """Work of forward and of backward, bytes kept between the two, and the most bytes at each operation, parameters and
+    their gradients left out. `products` are the places of the first matrix product and of the last one."""
 
     forward: Work
     backward: Work
     saved_bytes: int
     peaks: tuple[int, ...]
+    products: tuple[int, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -137,7 +138,9 @@ class CountedStage:
             saved_bytes = meter.now - sum(gradient.nbytes for gradient in gradients)
             if edges:
                 torch.autograd.backward(edges, gradients)
-            return CountedRun(forward, meter.work, saved_bytes, meter.peaks)
+            products = meter.products or [0]
+            peaks = (*meter.peaks, meter.peak)
+            return CountedRun(forward, meter.work, saved_bytes, peaks, (products[0], products[-1]))
 
     def _receive(self, leaf: torch.Tensor) -> torch.Tensor:
         """The leaf as a tensor that is freed where nothing keeps it, as what another stage sent would be."""

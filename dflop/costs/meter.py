@@ -56,23 +56,16 @@ class Work:
 class Meter(LiveBytes):
     """Counts the operations inside this context in `work`, which may be replaced between two passes.
 
-    `peak` is that of the last operation alone; `peaks` has those of all.
+    `peak` is that of the last operation alone; `peaks` has those of all. `products` are the places of matrix products
+    among these.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.work = Work()
         self._is_inside = False
-        self._peak_of_each: list[int] = []
-        self._products: list[int] = []
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """The most bytes at each operation before the first matrix product, from there to the last one, and at each
-        operation after it."""
-        of_each, products = self._peak_of_each, self._products or [0]
-        first, last = products[0], products[-1]
-        return *of_each[:first], max(of_each[first : last + 1], default=0), *of_each[last + 1 :], self.peak
+        self.peaks: list[int] = []
+        self.products: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self._is_inside:
@@ -82,7 +75,7 @@ class Meter(LiveBytes):
         inputs, outputs = tensors_in((args, kwargs)), tensors_in((result,))
         self._note_made(inputs, outputs)
         self._count(function, args, kwargs, result, inputs, outputs)
-        self._peak_of_each.append(self.peak)
+        self.peaks.append(self.peak)
         self.peak = self.now
         return result
 
@@ -125,7 +118,7 @@ class Meter(LiveBytes):
             work.product_flops += flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
             matrix = args[2] if name == "addmm" else args[1]
             work.matrices[storage_key(matrix)] = matrix.numel() if name != "bmm" else 0
-            self._products.append(len(self._peak_of_each))
+            self.products.append(len(self.peaks))
             self._count_moved(inputs, outputs, product=True)
         elif name in _FREE or not outputs or is_view:
             return

@@ -107,7 +107,6 @@ def _few_points():
         patch.setattr(analytic, "_NUM_TOKENS", (64, 1_024, 16_384))
         patch.setattr(analytic, "_TEXT_FORMS", ((16_384, 0.5), (256, 0.1)))
         patch.setattr(analytic, "_COUNTED_ITEMS", (1, 40))
-        patch.setattr(analytic, "_COUNTED_TOKENS", (64, 4_096))
         patch.setattr(offloading, "LEAST_BYTES", 1 << 14)  # these models' tensors are small
         patch.setattr(leaving, "_MOST_VALUES", 1 << 13)
         yield

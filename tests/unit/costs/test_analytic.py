@@ -2,10 +2,10 @@
 
 import gc
 import json
-import math
 import re
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 import polars as pl
@@ -19,10 +19,11 @@ from dflop.cli import cli
 from dflop.config import ModelConfig, load_config
 from dflop.costs import CostModel, Loads, StageKind, analytic, fit_costs
 from dflop.costs.analytic import IMPLEMENTATIONS, AnalyticPoints, analytic_points, points_of_stage
-from dflop.costs.counted import CountedStage, counting
+from dflop.costs.counted import CountedRun, CountedStage, counting
 from dflop.costs.design import Point
 from dflop.costs.fit import fit_model, median_points
 from dflop.costs.measure import Bench
+from dflop.costs.meter import Work
 from dflop.models import load_model_spec
 from dflop.models.loads import FEATURES
 from dflop.models.stages import LlmStage
@@ -82,20 +83,26 @@ def test_the_command_makes_costs_of_layers_as_the_config_has_them(tmp_path, monk
     assert pl.read_parquet(out, columns=points.columns).equals(points)
 
 
-def test_chunks_of_targets_that_are_not_run_count_as_if_they_were(tiny_spec, monkeypatch):
-    def points(targets_at_once: float) -> pl.DataFrame:
-        monkeypatch.setattr(CountedStage, "targets_at_once", targets_at_once)
-        return points_of_stage(stage, load_device("h100-80g")).measurements
-
-    monkeypatch.setattr(analytic, "_NUM_TOKENS", (64, 65_536))  # the last has eight chunks
-    monkeypatch.setattr(analytic, "_PIECES", (("last", 0, False),))
-
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_head_has_the_counts_of_its_run_for_any_tokens_and_targets(tp, tiny_spec):
     def take_few(stage: LlmStage) -> None:
         stage.hf.lm_head.num_at_once = 4096
 
-    with counting(1) as ranks:
+    # Less than a chunk, one, one and a little, three, and eight with a smaller one.
+    loads = [(64, 3), (4_096, 4_096), (9_000, 4_097), (12_288, 12_288), (65_536, 7 * 4_096 + 100)]
+    points = [{"num_tokens": num_tokens, "num_targets": num_targets} for num_tokens, num_targets in loads]
+    with counting(tp) as ranks:
         stage = CountedStage(tiny_spec, "llm", 2, ranks, change=take_few)
-        assert points(4096).equals(points(math.inf))
+
+        def run_at(loads: dict[str, int]) -> CountedRun:
+            return stage.run(analytic._point("last", 0, False, **loads))
+
+        runs = list(map(run_at, points))
+        counts = analytic._HeadCounts.of(points, run_at, stage.targets_at_once)
+    work = [name for name in Work.__dataclass_fields__ if name != "matrices"]
+    names = [f"{direction}.{name}" for direction in ("forward", "backward") for name in work]
+    for name in ("peak_bytes", "saved_bytes", "forward.product_rows", *names):
+        assert np.allclose(counts.at_points(name), [attrgetter(name)(run) for run in runs], rtol=1e-9), name
 
 
 @pytest.mark.usefixtures("little_cache")
