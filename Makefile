@@ -18,6 +18,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CORES ?= 2
 BIN := $(VENV)/bin
+INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Whole files, the longest first, as tests/conftest.py orders them.
 PYTEST := pytest -q -n $(CORES) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
@@ -35,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dflop needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,slurm]'
+	$(INSTALL) -c constraints.txt -e '.[dev,docs,slurm]'
 	touch $@
 
 demo: setup
