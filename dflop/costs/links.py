@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dflop.base import UserError, progress_bar
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
-from dflop.base.local_device import local_device
+from dflop.base.local_device import local_device, say_once
 from dflop.base.message_group import message_group
 from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.costs.link_model import COMMUNICATOR, HOST
@@ -225,8 +225,7 @@ def main() -> int:
     try:
         device = _join_world(request["device"])
     except UserError as error:
-        if int(os.environ["LOCAL_RANK"]) == 0:  # a node's ranks fail alike
-            print(f"dflop: {error}", file=sys.stderr, flush=True)
+        say_once(error)
         return 2
     is_main, per_node = dist.get_rank() == 0, int(os.environ["LOCAL_WORLD_SIZE"])
     groups, sizes = groups_to_measure(dist.get_world_size() // per_node, per_node), sizes_up_to(request["max_bytes"])

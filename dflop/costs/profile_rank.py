@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from dflop.base import UserError, progress_bar
 from dflop.base.devices import COMMUNICATOR_BYTES, find_device
-from dflop.base.local_device import device_name, local_device
+from dflop.base.local_device import device_name, local_device, say_once
 from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.config import Config, load_config
 from dflop.costs.clocks import sm_mhz
@@ -46,8 +46,7 @@ def main() -> int:
     try:
         _measure(load_config(request["config"], has_cluster=False), request)
     except UserError as error:
-        if int(os.environ["RANK"]) == 0:
-            print(f"dflop: {error}", file=sys.stderr, flush=True)
+        say_once(error)
         return 2
     finally:
         if dist.is_initialized():
