@@ -97,6 +97,7 @@ def analytic_points(
 def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
     """As `analytic_points`, for a stage of two layers."""
     points, counted_loads = _points_of(stage)
+    layer_loads = counted_loads[-2:]
     frame = pl.DataFrame(points, schema=dict.fromkeys(FEATURES, pl.Int64))
     run, frames, counts_of = cache(stage.run), [], {}
     for piece, depth, checkpointing in _PIECES:
@@ -107,7 +108,7 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
         if piece == "last" and stage.module == "llm":
             counts: _Counts = _HeadCounts.of(points, run_at, stage.targets_at_once)
         else:
-            at = counted_loads[-2:] if piece == "layers" else counted_loads
+            at = layer_loads if piece == "layers" else counted_loads
             runs = [run_at({stage.main_load: load, "num_targets": 1}) for load in at]
             counts = _InterpolatedCounts(runs, stage, frame, np.array(at, dtype=float))
         counts_of[piece, depth, checkpointing] = counts
@@ -136,7 +137,7 @@ def points_of_stage(stage: CountedStage, device: DeviceModel) -> AnalyticPoints:
                     **{"pass": pl.lit(direction)},
                 )
             )
-    passing = _passing_shares(stage, device, frame, counted_loads) if stage.has_passing else (None, None)
+    passing = _passing_shares(stage, device, frame, layer_loads) if stage.has_passing else (None, None)
     return AnalyticPoints(pl.concat(frames), stage.parameter_sizes(passing))
 
 
@@ -145,7 +146,7 @@ def _passing_shares(
 ) -> tuple[float, float]:
     """Of a layer that passes gradients on: its backward and what it keeps, as shares of a trained layer's, at the
     median over the points."""
-    seconds, kept, counted_loads = [], [], counted_loads[-2:]
+    seconds, kept = [], []
     for context in (nullcontext, stage.stage.layers_passing):
         of_depths = []
         for depth in (1, 2):
@@ -248,13 +249,15 @@ class _HeadCounts:
 
     @classmethod
     def of(cls, points: list[dict[str, int]], run_at: Callable[..., CountedRun], targets_at_once: float) -> Self:
-        num_more = [max(0, math.ceil(loads["num_targets"] / targets_at_once) - _MOST_CHUNKS) for loads in points]
-        runs, longer = [], []
-        for loads, more in zip(points, num_more, strict=True):
-            num_targets = loads["num_targets"]
-            for found, left_out in ((runs, more), (longer, more - 1 if more else 0)):
-                num_run = num_targets - left_out * targets_at_once if left_out else num_targets
-                found.append(_LinearRun.of(loads["num_tokens"], num_run, run_at, targets_at_once))
+        at_once = int(min(targets_at_once, max(loads["num_targets"] for loads in points)))  # may be endless
+        num_more = [max(0, math.ceil(loads["num_targets"] / at_once) - _MOST_CHUNKS) for loads in points]
+        runs, longer = (
+            [
+                _LinearRun.of(run_at, loads["num_tokens"], loads["num_targets"] - fewer * at_once, at_once)
+                for loads, fewer in zip(points, left_out, strict=True)
+            ]
+            for left_out in (num_more, [max(0, more - 1) for more in num_more])
+        )
         return cls(runs, longer, np.array(num_more))
 
     def at_points(self, name: str) -> np.ndarray:
@@ -279,9 +282,8 @@ class _LinearRun:
     weights: np.ndarray
 
     @classmethod
-    def of(cls, num_tokens: int, num_targets: int, run_at: Callable[..., CountedRun], targets_at_once: float) -> Self:
-        num_full = (num_targets - 1) // targets_at_once
-        full = int(num_full * targets_at_once) if num_full else 0  # a chunk may have endlessly many targets
+    def of(cls, run_at: Callable[..., CountedRun], num_tokens: int, num_targets: int, at_once: int) -> Self:
+        full = (num_targets - 1) // at_once * at_once
         few, many = full + _FEW_TARGETS, full + 2 * _FEW_TARGETS
         at = ((many, few), (2 * many, few), (many, many))
         runs = tuple(run_at({"num_tokens": tokens, "num_targets": targets}) for tokens, targets in at)

@@ -102,11 +102,10 @@ PLANS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_points():
-    """Pieces are counted at two loads, and a head at six of 48: these models keep bytes in proportion to loads."""
+    """Six points of an LLM in place of 48: these models keep bytes in proportion to loads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(analytic, "_NUM_TOKENS", (64, 1_024, 16_384))
         patch.setattr(analytic, "_TEXT_FORMS", ((16_384, 0.5), (256, 0.1)))
-        patch.setattr(analytic, "_COUNTED_ITEMS", (1, 40))
         patch.setattr(offloading, "LEAST_BYTES", 1 << 14)  # these models' tensors are small
         patch.setattr(leaving, "_MOST_VALUES", 1 << 13)
         yield

@@ -31,8 +31,6 @@ from dflop.plan.layout_key import LayoutKey
 from dflop.store import write_costs
 
 LAYERS = (pl.col("piece") == "layers") & ~pl.col("checkpointing")
-# An encoder's pieces are run with these numbers of items alone: what they count is all but linear.
-COUNTED_ITEMS = (1, 200)
 
 
 def points_of(
@@ -49,11 +47,7 @@ def points_of(
 @cache  # of all arguments, whichever a caller leaves at their defaults
 def _points_of(preset: str, module: str, tp: int, implementation: str, device: str, family: str) -> AnalyticPoints:
     spec = load_model_spec(ModelConfig(family=family, preset=preset))
-    with pytest.MonkeyPatch.context() as patch:
-        # Of a head, every load is run: here those of 64, 1,024, 8,192, 16,384 and 131,072 tokens.
-        patch.setattr(analytic, "_NUM_TOKENS", tuple(analytic._NUM_TOKENS[place] for place in (0, 4, 7, 8, -1)))
-        patch.setattr(analytic, "_COUNTED_ITEMS", COUNTED_ITEMS)
-        return analytic_points(spec, module, tp, load_device(device), implementation)
+    return analytic_points(spec, module, tp, load_device(device), implementation)
 
 
 def make_loads(num_items=0, num_tokens=0, sum_sq_tokens=0, num_targets=0) -> Loads:
@@ -69,8 +63,7 @@ def test_compiled_layers_take_less_time_and_keep_less_than_eager_ones(module):
     assert compiled.filter(ends).equals(eager.filter(ends))
 
 
-def test_the_command_makes_costs_of_layers_as_the_config_has_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(analytic, "_COUNTED_ITEMS", COUNTED_ITEMS)
+def test_the_command_makes_costs_of_layers_as_the_config_has_them(tmp_path):
     config = {
         "cluster": {"device": "cuda", "device_model": "h100-80g"},
         "costs": {"source": "analytic"},
