@@ -157,6 +157,7 @@ def measure_as(
         if module in modules and part != "stage"
     ]
     device = pl.DataFrame({"device": ["a made-up processor"], "overhead_bytes": [0], "allocator_share": [0.0]})
+    device = device.with_columns(update_bytes_per_s=pl.lit(None, pl.Float64))
     return MadeUpFrames(pl.concat(frames), pl.DataFrame(parameters), device)
 
 

@@ -77,6 +77,7 @@ def _write_analytic_costs(config, spec, module: str, tp: int, out: Path) -> None
         "overhead_bytes": int(device.overhead_bytes),
         "communicator_bytes": int(device.communicator_bytes),
         "allocator_share": device.allocator_share,
+        "update_bytes_per_s": device.update_bytes_per_s,
         "seconds": 0.0,
         "config_digest": config_digest("profile-costs", config, device=asdict(device)),
     }

@@ -13,6 +13,7 @@ from dflop.costs.model import NO_WORKING_BYTES, CostModel
 from dflop.costs.sharded import Moving, ShardedPass, sharded_passes, working_bytes
 from dflop.costs.stage_kind import ALL_PARTS, KEPT_PARTS, PARTS, StageKind, stage_kinds
 from dflop.costs.stage_memory import Resident, StageMemory, resident_parts
+from dflop.costs.updates import update_bytes
 from dflop.models.loads import Loads
 
 # The warning about microbatches that `CostModel.is_extrapolated` marks; their number stands before it.
@@ -51,6 +52,7 @@ __all__ = [
     "sharded_passes",
     "stage_kinds",
     "sync_bytes",
+    "update_bytes",
     "working_bytes",
     "write_measured",
 ]

@@ -1,5 +1,6 @@
 """The fitted costs of each part, as `costs.duckdb` holds them: reading them, checking them, and what they cover."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,8 @@ class FittedCosts:
     # share of the tensors' bytes.
     overhead_bytes: float = 0.0
     allocator_share: float = 0.0
+    # What an optimiser's step reads and writes in a second. Where nobody measured it, its time is not priced.
+    update_bytes_per_s: float = math.inf
     # Bytes that a GPU holds for each communicator that its process is in.
     communicator_bytes: float = 0.0
     # Where the costs come from: measured or analytic. Everything made from analytic costs says so.
@@ -128,6 +131,7 @@ class FittedCosts:
             overhead_bytes=max(row["overhead_bytes"] for row in tables["device"]),
             allocator_share=max(row["allocator_share"] for row in tables["device"]),
             communicator_bytes=max(row.get("communicator_bytes", 0.0) for row in tables["device"]),
+            update_bytes_per_s=min(map(_update_rate, tables["device"])),
             source=next((row["value"] for row in tables["meta"] if row["key"] == "source"), "measured"),
             made_for=_made_for(tables["device"]),
             links=LinkModel.from_rows(tables["link_model"]),
@@ -224,6 +228,7 @@ def _check_tables(
     numbers += [("memory_model", key, (size,), 0.0, _MOST_BYTES) for key, size in parameter_bytes.items()]
     sizes = ("overhead_bytes", "allocator_share", "communicator_bytes")
     numbers += [("device", (), [row.get(size, 0.0) for size in sizes], 0.0, _MOST_BYTES) for row in devices]
+    numbers += [("device", (), [_update_rate(row)], 1.0, math.inf) for row in devices]
     for table, key, values, least, most in numbers:
         for value in values:
             if not least <= value <= most:
@@ -233,6 +238,11 @@ def _check_tables(
                     f"{least:g} to {most:g}; measure again (delete costs/ of the run, or `dflop profile-costs` and "
                     "`dflop fit-costs`)"
                 )
+
+
+def _update_rate(row: Mapping[str, Any]) -> float:
+    rate = row.get("update_bytes_per_s")  # tables of earlier versions have none
+    return math.inf if rate is None else rate
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, LayoutKey, str, bool]:

@@ -26,6 +26,7 @@ from dflop.costs.design import LoadBounds, Point
 from dflop.costs.live_bytes import LiveBytes
 from dflop.costs.made_up import MadeUpRuns, Run
 from dflop.costs.parameter_sizes import parameter_sizes
+from dflop.costs.updates import update_bytes
 from dflop.models import ModelSpec, check_tp, load_runtime
 from dflop.models.attention import clocked_attention
 from dflop.models.compilation import compile_layers
@@ -39,6 +40,8 @@ __all__ = ["Bench"]
 _LEAST_MEASURED_S = 0.02
 _MOST_RUNS = 5
 _CPU_CACHE_BYTES = 32 * 2**20
+# More than caches hold.
+_UPDATED_VALUES = {"cpu": 2**21, "cuda": 2**26}
 # The share of the free memory that is used, so that fragmentation does not matter.
 _USABLE_SHARE = 0.9
 
@@ -71,7 +74,7 @@ class Bench:
         self.module, self.device, self.depth = module, device, depth
         self.tp, self._group = ranks.size, ranks.group
         check_tp(spec, module, ranks.size)
-        dtype = COMPUTES_IN[precision]
+        self._dtype = dtype = COMPUTES_IN[precision]
         runtime, self._set = load_runtime(spec.family), trained.among(spec.modules)
         spec = runtime.with_depth(spec, module, depth)
         self.stage = runtime.build_stage(
@@ -210,6 +213,26 @@ class Bench:
             return held_bytes, 0.0  # not Linux, or a container that does not let a process do so
         self._timed(run)
         return held_bytes, max(0.0, (process_bytes("VmHWM") - before) / peak_bytes - 1)
+
+    def update_bytes_per_s(self) -> float:
+        """What an optimiser's step reads and writes in a second: the median of a few steps, as training runs them."""
+        self._tidy()
+        count, dtype = _UPDATED_VALUES[self.device.type], self._dtype
+        masters = torch.nn.Parameter(torch.zeros(count, dtype=held_in(dtype), device=self.device))
+        masters.grad, values = torch.zeros_like(masters), masters.detach().to(dtype)
+        optimizer = torch.optim.AdamW([masters], fused=True)
+        seconds = []
+        for _ in range(1 + _MOST_RUNS):
+            self._flushed.add_(1.0)
+            start = self._mark()
+            masters.grad.zero_()
+            torch.linalg.vector_norm(masters.grad)
+            masters.grad.mul_(1.0)
+            optimizer.step()
+            if values.dtype != masters.dtype:
+                values.copy_(masters.detach())
+            seconds.append(self._between(start, self._mark()))
+        return update_bytes(4.0 * count, 1, value_bytes=dtype.itemsize) / statistics.median(seconds[1:])
 
     def _reserved_share(self) -> float:
         """What a GPU's allocator reserves for microbatches of changing sizes, beyond what they hold at most, as a share

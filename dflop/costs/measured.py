@@ -25,7 +25,7 @@ _COLUMNS = (
     (
         *("module", "tp", "model", "device", "device_model", "source", "precision", "torch", "num_ranks", "threads"),
         *("is_frozen", "adapters", "overhead_bytes", "communicator_bytes", "allocator_share", "seconds"),
-        *("config_digest", "attention", "sm_mhz_before", "sm_mhz_after"),
+        *("config_digest", "attention", "sm_mhz_before", "sm_mhz_after", "update_bytes_per_s"),
     ),
 )
 # Columns that files of earlier versions lack; they are read as null.
@@ -36,6 +36,7 @@ _ADDED = {
     "adapters": pl.String,
     **dict.fromkeys(("adapter_bytes", "passing_backward", "passing_kept", "attention_bytes"), pl.Float64),
     "attention_s": pl.Float64,
+    "update_bytes_per_s": pl.Float64,
 }
 
 

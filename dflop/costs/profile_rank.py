@@ -161,6 +161,7 @@ def _about(config: Config, request: dict[str, Any], bench: Bench, model: str, se
         "communicator_bytes": _communicator_bytes(config),
         "allocator_share": allocator_share,
         "seconds": seconds,
+        "update_bytes_per_s": bench.update_bytes_per_s(),
         "config_digest": request["config_digest"],
         "attention": kernel_name(bench.device, COMPUTES_IN[config.train.precision]),
     }

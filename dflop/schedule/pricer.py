@@ -295,12 +295,13 @@ class Pricer:
 
     @cached_property
     def sync_s(self) -> np.ndarray:
-        """Seconds of each node's gradient sync, [num_nodes]. Between its two halves an offloaded optimiser state comes
-        and goes."""
-        moved_bytes = [2 * self.stage_costs.offloaded_state_bytes(stage) for stage in self.stages]
-        return self._summed_s + np.repeat(
-            [self.transfers.host_s(size) for size in moved_bytes], [stage.dp for stage in self.stages]
-        )
+        """Seconds of each node's gradient sync and, between its two halves, of the optimiser's step, with the copies of
+        an offloaded state, [num_nodes]."""
+        between_s = [
+            self.stage_costs.update_s(stage) + self.transfers.host_s(2 * self.stage_costs.offloaded_state_bytes(stage))
+            for stage in self.stages
+        ]
+        return self._summed_s + np.repeat(between_s, [stage.dp for stage in self.stages])
 
     @cached_property
     def _summed_s(self) -> np.ndarray:

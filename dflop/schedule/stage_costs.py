@@ -27,6 +27,7 @@ from dflop.costs import (
     sharded_passes,
     stage_kinds,
     sync_bytes,
+    update_bytes,
     working_bytes,
 )
 from dflop.costs.forms import PackedTerms, pack_terms
@@ -197,6 +198,13 @@ class StageCosts:
         num_shards = self.plan.grid(stage.module).num_shards
         trained_bytes, _ = self.costs.trained_and_frozen_bytes(self.kind(stage))
         return float(sync_bytes(trained_bytes, value_bytes=self._value_bytes, num_shards=num_shards))
+
+    def update_s(self, stage: StageReplicas) -> float:
+        """Seconds of the optimiser's step on the rank's share of the stage, without copies of an offloaded state."""
+        num_shards = self.plan.grid(stage.module).num_shards
+        trained_bytes, _ = self.costs.trained_and_frozen_bytes(self.kind(stage))
+        how = {"value_bytes": self._value_bytes, "num_shards": num_shards}
+        return update_bytes(trained_bytes, stage.dp, **how) / self.costs.update_bytes_per_s
 
     def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:
         """The shares of the stage's gradient sync that may run beside its last backward, and beside its first forward

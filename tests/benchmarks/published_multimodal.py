@@ -29,7 +29,7 @@ import numpy as np
 import polars as pl
 import yaml
 from multimodal_rows import NOT_PRICED, NUM_STEPS, Row, rows, spec_of
-from published import DEVICES_A_NODE, REPOSITORY, whole_logits, without_recomputing
+from published import DEVICES_A_NODE, REPOSITORY, whole_logits, with_device, without_recomputing
 
 from dflop.base.devices import DeviceModel, load_device
 from dflop.config.schema import AudioConfig, ClusterConfig
@@ -238,7 +238,7 @@ def priced(row: Row) -> Price:
     fitted = fit_model(
         median_points(without_recomputing(pl.concat(frames))), pl.concat(sizes, how="diagonal_relaxed"), "measured"
     )
-    costs = replace(fitted, overhead_bytes=device.overhead_bytes, allocator_share=device.allocator_share)
+    costs = with_device(fitted, device)
     cluster = ClusterConfig(
         device="cuda",
         num_nodes=max(1, row.num_devices // DEVICES_A_NODE),
@@ -256,6 +256,7 @@ def priced(row: Row) -> Price:
     if row.shares_gradients:
         parts = map(pricer.stage_costs.resident_parts, pricer.stages)
         fewer_bytes = sum(part.gradients for part in parts) * (1 - 1 / pricer.plan.grid("llm").dp)
+        step_s -= fewer_bytes / costs.update_bytes_per_s  # nor are they set to zero
     held_bytes = max(pricer.memory_bytes(shapes, assignment).values()) - fewer_bytes * (1 + device.allocator_share)
     tensor_bytes = costs.most_tensor_bytes(held_bytes - pricer.memory.communicator_bytes)
     resident_bytes = float(pricer.memory.resident_bytes.max()) - fewer_bytes

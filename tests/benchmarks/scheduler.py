@@ -16,7 +16,6 @@ written. Two cores take about twenty minutes.
 """
 
 import argparse
-import dataclasses
 import json
 import platform
 import sys
@@ -28,6 +27,7 @@ import mip
 import numpy as np
 import polars as pl
 import psutil
+from published import with_device
 from relaxed_step import relaxed_step_s
 
 from dflop.balance import (
@@ -146,7 +146,7 @@ def analytic_costs(spec: ModelSpec) -> CostModel:
         pl.concat([getattr(point, name) for point in points]) for name in ("measurements", "parameters")
     )
     costs = fit_model(median_points(measurements), parameters, "analytic")
-    return dataclasses.replace(costs, overhead_bytes=DEVICE.overhead_bytes, allocator_share=DEVICE.allocator_share)
+    return with_device(costs, DEVICE)
 
 
 def make_pricer(

@@ -1,6 +1,7 @@
 """The fit finds the costs that made the measurements, and says how wrong it is on stages that it has not seen."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -269,6 +270,20 @@ def test_what_is_fitted_is_what_the_cost_model_loads_and_predicts(costs, measure
     frames.write(tmp_path / "costs.duckdb", fit(frames))
     loaded = CostModel.load(tmp_path / "costs.duckdb")
     assert loaded == fitted(frames)
+
+
+@pytest.mark.parametrize(("rates", "expected"), [([2e12, 1e12], 1e12), ([None, 2e12], 2e12), ([None, None], math.inf)])
+def test_an_optimisers_step_is_as_slow_as_where_it_was_measured_slowest(costs, measure_as, tmp_path, rates, expected):
+    frames = measure_as(costs)
+    device = pl.DataFrame(
+        {
+            "overhead_bytes": [0, 0],
+            "allocator_share": [0.0, 0.0],
+            "update_bytes_per_s": pl.Series(rates, dtype=pl.Float64),
+        }
+    )
+    frames._replace(device=device).write(tmp_path / "costs.duckdb", fit(frames))
+    assert CostModel.load(tmp_path / "costs.duckdb").update_bytes_per_s == expected
 
 
 def write_measured(folder, frames, name, **device) -> Path:

@@ -87,6 +87,7 @@ def test_without_a_freak_the_table_of_those_left_out_is_empty(schedule, make_run
         ),
         ("memory_model", "parameter_bytes", -1.0),
         ("device", "overhead_bytes", -1.0),
+        ("device", "update_bytes_per_s", 0.0),
     ],
 )
 def test_numbers_of_the_cost_tables_that_cannot_be_true(schedule, make_run, table, column, value):

@@ -12,7 +12,7 @@ from small_plans import disjoint
 from dflop.balance import random_buckets
 from dflop.base import UserError
 from dflop.config import ClusterConfig
-from dflop.costs import CostModel, Link, LinkModel
+from dflop.costs import CostModel, Link, LinkModel, update_bytes
 from dflop.costs.fitted import LoadRange
 from dflop.models.loads import Coefficients, Hinge
 from dflop.plan import Grid, Plan
@@ -219,6 +219,26 @@ def test_a_sync_between_nodes_has_the_cards_of_all_its_ranks_in_a_node(
     assert pricer.transfers.gradient_sync_s(stage, 1e9) == pytest.approx(
         2 * (num_ranks - 1) / num_ranks * 1e9 / (gbps * 1e9 / 8)
     )
+
+
+@pytest.mark.parametrize("sharding", [{}, {"sharding": "parameters"}])
+def test_the_optimisers_step_on_a_ranks_share_takes_its_time(costs, tiny_spec, draw_samples, sharding):
+    grids = Grid(module="vision", num_ranks=8), Grid(module="llm", num_ranks=8, **sharding)
+    plan, shapes = Plan(placement="monolithic", grids=grids, num_microbatches=2), draw_samples(24, 0)
+    slow = dataclasses.replace(costs, update_bytes_per_s=1e6)
+    for frozen in ((), ("llm",)):
+        without, with_update = (
+            Pricer(plan, model, tiny_spec, CLUSTER, trained=TrainedSet(frozen)) for model in (costs, slow)
+        )
+        of_nodes = with_update.sync_s - without.sync_s
+        for stage, node in zip(without.stages, (0, 8), strict=True):
+            trained_bytes, _ = costs.trained_and_frozen_bytes(without.stage_costs.kind(stage))
+            assert (trained_bytes == 0) == (stage.module in frozen)
+            how = {"value_bytes": 4, "num_shards": 8 if sharding and stage.module == "llm" else 1}
+            assert of_nodes[node : node + 8] == pytest.approx(update_bytes(trained_bytes, 8, **how) / 1e6)
+        times = [pricer.stage_times(shapes, at_random(pricer, shapes, 0)) for pricer in (without, with_update)]
+        steps_s = [pricer.timeline(of, None).step_s for pricer, of in zip((without, with_update), times, strict=True)]
+        assert steps_s[1] - steps_s[0] == pytest.approx(of_nodes[0] + of_nodes[8])  # a rank has a node of each
 
 
 def test_parameters_gathered_between_nodes_come_over_the_cards_of_all_their_ranks(costs, tiny_spec):
