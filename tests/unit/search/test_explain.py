@@ -115,8 +115,10 @@ def test_baselines_stand_beside_the_plan_and_the_faster_of_them_are_said(search,
         assert least - 1e-3 <= own.step_s / found.best.step_s <= most + 1e-3
     slower, faster = (
         [Baseline(name=baselines[0].name, priced=replace(found.best, steps_s=(factor * found.best.step_s,)))]
-        for factor in (1.5, 0.5)
+        for factor in (0.999, 0.5)
     )
+    # Scheduled batches have chosen a plan that is not the fastest by price.
+    found = replace(found, chosen=replace(found.best, steps_s=(1.02 * found.best.step_s,)))
     assert faster_baselines_note(found, slower) == ""
     assert faster_baselines_note(found, faster).endswith(f"{baselines[0].name} 0.50x as long")
 
