@@ -244,7 +244,7 @@ def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -
     """
     ratios = {baseline.name: baseline.step_s / result.candidates[0].step_s for baseline in baselines}
     faster = [f"{name} {ratio:.2f}x as long" for name, ratio in ratios.items() if ratio < _WORTH_A_WORD]
-    return f"note: predicted to be faster than any plan found, on the same batches: {'; '.join(faster)}" if faster else ""
+    return f"note: predicted to be faster than all plans found, by price: {'; '.join(faster)}" if faster else ""
 
 
 def uneven_note(result: SearchResult, config: Config) -> str:
