@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dflop.costs import update_bytes
 from dflop.train.adamw import AdamW, Rates, squared_norm
 from dflop.train.host_buffer import host_zeros
 from dflop.train.observations import Observations
@@ -27,7 +28,7 @@ _BYTES_OF_UPDATE = 28
 
 
 def updated(setting: Setting) -> Figures:
-    """Bandwidths of AdamW, of the norm and of zeroing gradients, for 1 B values in buckets of 64 MiB."""
+    """Bandwidths of AdamW, the norm, zeroing gradients and all of a step, for 1 B values in buckets of 64 MiB."""
     device = torch.device(setting.device)
     count, size = (2, 2**12) if setting.is_tiny else (60, _VALUES_OF_BUCKET)
     weights = [nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
@@ -40,15 +41,26 @@ def updated(setting: Setting) -> Figures:
         for own in gradients:
             own.zero_()
 
+    def whole_step() -> None:
+        zero()
+        squared_norm(gradients)
+        for own in gradients:
+            own.mul_(1.0)
+        optimizer.step(1e-4, of_weights, computed)
+
+    computed = {own: torch.empty_like(own, dtype=torch.bfloat16) for own in weights}
     copied = copied_bytes_per_s(device, 2**20 if setting.is_tiny else 2**30)
     update_s = seconds_of(lambda: optimizer.step(1e-4, of_weights, {}), device)
     norm_s = seconds_of(lambda: squared_norm(gradients), device)
     num_values = count * size
+    touched = update_bytes(4.0 * num_values, 1, value_bytes=2)
     return {
         "a copy, bytes a second": copied,
         "update, share of a copy's bandwidth": _BYTES_OF_UPDATE * num_values / update_s / copied,
         "norm, share of a copy's bandwidth": 4 * num_values / norm_s / copied,
         "zeroing, share of a copy's bandwidth": 4 * num_values / seconds_of(zero, device) / copied,
+        # Prices of data sheets take 0.84.
+        "all of a step, share of a copy's bandwidth": touched / seconds_of(whole_step, device) / copied,
         "seconds of an update of 1 B values": update_s * 1e9 / num_values,
     }
 
