@@ -43,10 +43,9 @@ from dflop.train.warm_up import warm_up
 pytestmark = pytest.mark.serial
 
 GPU, DTYPE = torch.device("cuda", 0), torch.bfloat16
-# Every placement, both ways of dividing a stage and every family once, with two ranks or three.
+# Placements, both ways of dividing a stage and every family once, with two ranks or three.
 IN_CI = {
     "interleaved": "plain",
-    "bubble-filled pp 2": "internvl",
     "parameters 2": "qwen3",
     "samples over 2": "qwen",
     "three modules colocated, encoders tp 2, LLM tp 2": "omni",
@@ -55,6 +54,7 @@ IN_CI = {
 TWICE = ("interleaved", "parameters 2", "parameters 2x2 of both")
 OTHERS = {
     "encoder pp 2, LLM pp 3": "plain",
+    "bubble-filled pp 2": "internvl",
     "colocated pp 2": "qwen",
     "colocated pp 2 dp 2": "qwen",
     "bubble-filled encoder tp 2, LLM dp 2 pp 2": "internvl",

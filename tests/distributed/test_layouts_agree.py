@@ -26,7 +26,7 @@ def losses_in_fp32(run, tmp_path_factory):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"llm_pp": 2, "num_microbatches": 4}, id="pp 2"),
+        pytest.param({"llm_pp": 2, "num_microbatches": 4}, id="pp 2", marks=pytest.mark.exhaustive),
         pytest.param({"llm_dp": 2}, id="dp 2", marks=pytest.mark.exhaustive),
     ],
 )

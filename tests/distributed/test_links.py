@@ -91,6 +91,7 @@ def measure_briefly(tmp_path) -> pl.DataFrame:
     return pl.read_parquet(tmp_path / "costs/links.parquet")
 
 
+@pytest.mark.exhaustive
 def test_nodes_of_a_slurm_step_measure_inside_one_of_them_and_between_them(tmp_path):
     """Rank 0 takes no part in the group at their border."""
     frame = measure_briefly(tmp_path)

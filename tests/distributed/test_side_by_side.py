@@ -79,6 +79,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_rows_with_adapters_and_frozen_parts_are_timed(run, tmp_path):
     pytest.importorskip("peft")
     rows, _ = measure(run, tmp_path, ("DDP", "FSDP2"), model=run[1]["model"] | MODELS["adapters"])

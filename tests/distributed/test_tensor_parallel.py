@@ -92,7 +92,7 @@ CASES = {
     "whole llm in bf16": Case(precision="bf16"),
     "whole llm in bf16, checkpointing": Case(precision="bf16", checkpointing=True),
 }
-COMPILED = ("middle, checkpointing", "middle, tokens not divisible, checkpointing")
+COMPILED = ("middle, tokens not divisible, checkpointing",)
 OF_TOKENS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 REFUSED = {
     "one key-value head": Case(layers=range(0), text={"num_key_value_heads": 1}),

@@ -7,6 +7,8 @@ import subprocess
 import pytest
 from training_runs import end_run, plan_file, start_run, train, wait_for_steps
 
+pytestmark = pytest.mark.exhaustive
+
 CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -43,7 +43,7 @@ def preview(run, out, num_spinning):
     return pl.read_parquet(out), pl.read_parquet(out.with_name(f"{out.stem}_stages.parquet"))
 
 
-@pytest.mark.parametrize("policy", ["search", "ilp"])
+@pytest.mark.parametrize("policy", ["search", pytest.param("ilp", marks=pytest.mark.exhaustive)])
 def test_two_runs_agree_to_the_bit_whatever_else_the_machine_does(make_run, tmp_path, policy):
     run = make_run(
         **HARD_FOR_CBC,

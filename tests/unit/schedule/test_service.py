@@ -117,6 +117,7 @@ def test_lpt_stands_in_for_a_service_that_died_or_hangs_until_a_second_one_is_re
     assert pids[1] != pids[0]
 
 
+@pytest.mark.exhaustive
 def test_a_service_compiles_all_it_needs_before_patience_counts(make_run, tmp_path, impatient, monkeypatch):
     run = make_run(policy="random", lookahead_steps=LOOKAHEAD, correction="off")  # which has the fewest kernels
     kernels = tmp_path / "kernels"

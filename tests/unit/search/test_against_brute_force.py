@@ -102,7 +102,8 @@ def test_pins_leave_the_best_of_the_rest(tiny_spec, fixed):
     check_against_all(with_memory(config, limit / 2**30), tiny_spec, costs, samples)
 
 
-@pytest.mark.parametrize("memory_share", [0.05, pytest.param(1.0, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("memory_share", [0.05, 1.0])
 def test_sixteen_devices_on_two_nodes(tiny_spec, costs, samples, memory_share):
     """With the hand-made costs, which know tp 1 alone."""
     config = make_config(16, 16, num_nodes=2, search_batches=2)

@@ -163,10 +163,15 @@ def repeated(value: object, times: int) -> pa.Array:
     [
         (lambda: repeated("a" * 40_000_000, 200), {}),
         pytest.param(lambda: repeated(b"a" * 40_000_000, 200), {}, marks=pytest.mark.exhaustive),
-        (lambda: pa.ListArray.from_arrays(pa.array([0, 120], pa.int32()), repeated("a" * 10_000_000, 120)), {}),
-        (
+        pytest.param(
+            lambda: pa.ListArray.from_arrays(pa.array([0, 120], pa.int32()), repeated("a" * 10_000_000, 120)),
+            {},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             lambda: pa.chunked_array([pa.array(["a" * 60_000_000])] * 20),
             {"use_dictionary": False, "data_page_size": 2_000_000_000, "write_statistics": False},
+            marks=pytest.mark.exhaustive,
         ),
         (lambda: pa.nulls(1_000_000, pa.int32()), {}),
     ],
