@@ -13,8 +13,10 @@ from dflop.base.errors import UserError
 __all__ = [
     "COMMUNICATOR_BYTES",
     "EXCHANGE_SHARE",
+    "HOP_S",
     "MESSAGE_BYTES_PER_S",
     "MESSAGE_CTAS",
+    "NETWORK_HOP_S",
     "UPDATE_SHARE",
     "DeviceModel",
     "find_device",
@@ -32,6 +34,9 @@ MESSAGE_BYTES_PER_S = MESSAGE_CTAS * 20e9
 # quarters on the way, and each byte is then written and read twice in the GPU's memory. An H100 (450 GB/s over NVLink,
 # 2.85 TB/s of memory): 1 / (1 / 0.75 + 4 * 450 / 2850).
 EXCHANGE_SHARE = 0.5
+# A step of a collective's ring: over NVLink where no data sheet says it (`hop_s`), and from node to node. NCCL's tuning
+# tables have these for large messages.
+HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
 # What an optimiser's step reaches of the memory's bandwidth that pointwise kernels reach. On an H200, of a copy's:
 # AdamW's update 0.81, the norm 0.66, and all in one 0.84.
 UPDATE_SHARE = 0.84
@@ -59,7 +64,7 @@ class DeviceModel:
     launch_s: float
     dispatch_s: float = 10e-6
     collective_s: float = 89e-6
-    hop_s: float = 3.4e-6
+    hop_s: float = HOP_S
     network_bytes_per_s: float = 6.25e9
     host_bytes_per_s: float = 20e9
     overhead_bytes: float = 0.0

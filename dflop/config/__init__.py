@@ -6,7 +6,13 @@ be right.
 """
 
 from dflop.config.command_line import with_dotted_keys, with_texts_read
-from dflop.config.devices import excess_memory, host_bytes_per_s, most_memory_gib, require_known_memory
+from dflop.config.devices import (
+    excess_memory,
+    host_bytes_per_s,
+    most_memory_gib,
+    require_known_memory,
+    ring_latency_s,
+)
 from dflop.config.kinds import SAMPLING, SAMPLING_FORMS
 from dflop.config.load import load_config, restrict, select_keys, set_steps, with_value, without_today
 from dflop.config.schema import (
@@ -49,6 +55,7 @@ __all__ = [
     "most_memory_gib",
     "require_known_memory",
     "restrict",
+    "ring_latency_s",
     "select_keys",
     "set_steps",
     "with_dotted_keys",

@@ -2,13 +2,21 @@
 
 import dataclasses
 import math
+from functools import cache
 from pathlib import Path
 
 from dflop.base import UserError
-from dflop.base.devices import DeviceModel, find_device, load_device
+from dflop.base.devices import HOP_S, NETWORK_HOP_S, DeviceModel, find_device, load_device
 from dflop.config.schema import ClusterConfig, Config
 
-__all__ = ["excess_memory", "host_bytes_per_s", "most_memory_gib", "require_known_memory", "with_device_figures"]
+__all__ = [
+    "excess_memory",
+    "host_bytes_per_s",
+    "most_memory_gib",
+    "require_known_memory",
+    "ring_latency_s",
+    "with_device_figures",
+]
 
 # For a device that no data sheet describes.
 _MEMORY_GIB, _INTRA_NODE_GBPS, _INTER_NODE_GBPS = 4.0, 100.0, 50.0
@@ -73,6 +81,24 @@ def host_bytes_per_s(cluster: ClusterConfig) -> float:
             "`cluster.device_models`, or leave `cluster.host_memory_gib` out"
         )
     return device.host_bytes_per_s
+
+
+def ring_latency_s(cluster: ClusterConfig, num_ranks: int, num_nodes: int) -> float:
+    """Seconds of a gather or a scattered sum of GPUs beside those of its bytes: a step of a ring to each of the ranks
+    but one, of which as many as there are nodes but one go from node to node. Nothing on CPUs.
+
+    NCCL tells its own algorithms apart by this formula (`src/graph/tuning.cc`).
+    """
+    if cluster.device != "cuda":
+        return 0.0
+    hop_s = _hop_s(cluster.device_model, _models_file(cluster))
+    return (num_ranks - num_nodes) * hop_s + (num_nodes - 1) * NETWORK_HOP_S
+
+
+@cache
+def _hop_s(device_model: str, models_file: Path | None) -> float:
+    device = find_device(device_model, models_file)
+    return device.hop_s if device else HOP_S
 
 
 def most_memory_gib(cluster: ClusterConfig) -> float:

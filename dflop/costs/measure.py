@@ -42,6 +42,8 @@ _MOST_RUNS = 5
 _CPU_CACHE_BYTES = 32 * 2**20
 # More than caches hold.
 _UPDATED_VALUES = {"cpu": 2**21, "cuda": 2**26}
+# A value, its gradient, two moments and a copy in half precision, and as much to spare.
+_BYTES_TO_UPDATE_ONE = 2 * 18
 # The share of the free memory that is used, so that fragmentation does not matter.
 _USABLE_SHARE = 0.9
 
@@ -218,6 +220,8 @@ class Bench:
         """What an optimiser's step reads and writes in a second: the median of a few steps, as training runs them."""
         self._tidy()
         count, dtype = _UPDATED_VALUES[self.device.type], self._dtype
+        if self.device.type == "cuda":  # a large model leaves little room
+            count = min(count, torch.cuda.mem_get_info(self.device)[0] // _BYTES_TO_UPDATE_ONE)
         masters = torch.nn.Parameter(torch.zeros(count, dtype=held_in(dtype), device=self.device))
         masters.grad, values = torch.zeros_like(masters), masters.detach().to(dtype)
         optimizer = torch.optim.AdamW([masters], fused=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflop.base.devices import EXCHANGE_SHARE, MESSAGE_BYTES_PER_S
 from dflop.base.kernels import kernel
-from dflop.config import ClusterConfig, host_bytes_per_s
+from dflop.config import ClusterConfig, host_bytes_per_s, ring_latency_s
 from dflop.costs import HOST, Link, LinkModel
 from dflop.plan import PLACEMENTS, Plan
 from dflop.schedule.edge_bytes import EdgeBytes
@@ -221,12 +221,13 @@ def _form_of(link: Link, name: str) -> float:
 def find_link(
     links: LinkModel, cluster: ClusterConfig, kind: str, is_intra: bool, num_ranks: int = 2, num_cards: int = 1
 ) -> Link:
-    """The measured link; where none was measured, one with the configured bandwidth and no latency.
+    """The measured link; where none was measured, one with the configured bandwidth.
 
-    A configured gradient sync is taken to be a ring over each network card. Between nodes it has the cards of all its
-    ranks in a node, as far as the node's own links keep up: with 8 ranks in every node, 8 times the bandwidth of one.
-    `num_cards` are those of the node that has fewest. A message from one rank to another has one card, and on GPUs no
-    more than its few thread blocks carry. An exchange where messages alone were measured has their link.
+    A configured gradient sync is taken to be two rings over each network card, one that sums and one that gathers, each
+    with its latency (`ring_latency_s`). Between nodes it has the cards of all its ranks in a node, as far as the node's
+    own links keep up: with 8 ranks in every node, 8 times the bandwidth of one. `num_cards` are those of the node that
+    has fewest. A message from one rank to another has no latency and one card, and on GPUs no more than its few thread
+    blocks carry. An exchange where messages alone were measured has their link.
     """
     scope = "intra" if is_intra else "inter"
     measured = links.find(kind, scope, num_ranks)
@@ -242,7 +243,8 @@ def find_link(
         return Link(0.0, bytes_per_s * EXCHANGE_SHARE if cluster.device == "cuda" else bytes_per_s)
     if kind == "p2p":
         return Link(0.0, min(bytes_per_s, MESSAGE_BYTES_PER_S) if cluster.device == "cuda" else bytes_per_s)
-    return Link(0.0, bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
+    num_nodes = 1 if is_intra else -(-num_ranks // num_cards)
+    return Link(2 * ring_latency_s(cluster, num_ranks, num_nodes), bytes_per_s * num_ranks / (2 * (num_ranks - 1)))
 
 
 def to_host_bytes_per_s(links: LinkModel, cluster: ClusterConfig) -> float:

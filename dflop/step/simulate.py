@@ -66,9 +66,9 @@ class StageTimes:
 
     `forward_s` and `backward_s` are [num_nodes, num_microbatches]. `chain_s` [num_nodes, num_microbatches] is the time
     of the transfer to the next stage of the same module, and that of the transfer back from it. `sync_s` [num_nodes] is
-    the time of the gradient sync. Of that, `early_sync_s` [num_nodes] may run beside the node's last backward, and
-    `late_sync_s` [num_nodes] beside its first forward (`syncs`), by default nothing. These three are always without the
-    leading axis.
+    the time of the gradient sync and of the optimiser's step. Of that, `early_sync_s` [num_nodes] may run beside the
+    node's last backward, and `late_sync_s` [num_nodes] beside its first forward (`syncs`), by default nothing. These
+    three are always without the leading axis.
     """
 
     forward_s: np.ndarray

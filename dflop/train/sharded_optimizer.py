@@ -26,7 +26,9 @@ from dflop.train.offloaded_adamw import make_adamw
 
 __all__ = ["ShardedAdamW"]
 
-_BUCKET_BYTES = 64 * 2**20
+# A ring has a step for each replica, which takes as long whatever the size: among many replicas buckets are larger, as
+# Megatron-LM's are.
+_BUCKET_BYTES, _BUCKET_BYTES_A_REPLICA = 64 * 2**20, 4 * 10**6
 # Parameters begin at multiples of this number of values, so that kernels have aligned operands.
 _ALIGNMENT = 64
 
@@ -78,10 +80,11 @@ class ShardedAdamW:
         complete_later: Collection[nn.Parameter] = (),
         needed_first: Collection[nn.Parameter] = (),
         offloads: bool = False,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._replicas, self._tensor_ranks, self._offloads = replicas, tensor_ranks, offloads
         self._num_replicas, self._replica = dist.get_world_size(replicas), dist.get_rank(replicas)
+        bucket_bytes = bucket_bytes or max(_BUCKET_BYTES, _BUCKET_BYTES_A_REPLICA * self._num_replicas)
         trained, self._rates = [tensor for tensor in parameters if tensor.requires_grad], rates
         # For each parameter its bucket, and where it begins there.
         self._places: dict[nn.Parameter, tuple[int, int]] = {}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from small_plans import disjoint
 
 from dflop.balance import random_buckets
-from dflop.base import UserError
+from dflop.base import UserError, devices
 from dflop.config import ClusterConfig
 from dflop.costs import CostModel, Link, LinkModel, update_bytes
 from dflop.costs.fitted import LoadRange
@@ -18,7 +19,7 @@ from dflop.models.loads import Coefficients, Hinge
 from dflop.plan import Grid, Plan
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.trained import TrainedSet
-from dflop.schedule import Assignment, Pricer
+from dflop.schedule import Assignment, Pricer, find_link
 from dflop.step import nodes_of
 
 CLUSTER = ClusterConfig(num_nodes=4, devices_per_node=4, memory_gib=4.0, intra_node_gbps=100.0, inter_node_gbps=50.0)
@@ -239,6 +240,26 @@ def test_the_optimisers_step_on_a_ranks_share_takes_its_time(costs, tiny_spec, d
         times = [pricer.stage_times(shapes, at_random(pricer, shapes, 0)) for pricer in (without, with_update)]
         steps_s = [pricer.timeline(of, None).step_s for pricer, of in zip((without, with_update), times, strict=True)]
         assert steps_s[1] - steps_s[0] == pytest.approx(of_nodes[0] + of_nodes[8])  # a rank has a node of each
+
+
+def test_a_sync_of_gpus_has_the_steps_of_its_two_rings(costs, tmp_path):
+    """14 microseconds from node to node, inside a node what the data sheet says."""
+    sheet = tmp_path / "mine.yaml"
+    text = Path(devices.__file__).with_name("devices.yaml").read_text()
+    of_card = text[text.index("h100-80g:") : text.index("h100-96g:")]
+    sheet.write_text(of_card.replace("h100-80g:", "mine:") + "  hop_s: 5.7e-6\n")
+    gpus = dataclasses.replace(CLUSTER, device="cuda", device_model="h100-80g")
+    own = dataclasses.replace(gpus, device_model="mine", device_models=str(sheet))
+
+    def latency_s(cluster, *where) -> float:
+        return find_link(costs.links, cluster, "gradient_sync", *where).latency_s
+
+    assert latency_s(CLUSTER, False, 8, 4) == 0
+    assert latency_s(gpus, True, 4) == pytest.approx(2 * 3 * 3.4e-6)
+    assert latency_s(gpus, False, 8, 4) == pytest.approx(2 * (6 * 3.4e-6 + 14e-6))
+    assert latency_s(gpus, False, 3, 1) == pytest.approx(2 * 2 * 14e-6)
+    assert latency_s(own, False, 8, 4) == pytest.approx(2 * (6 * 5.7e-6 + 14e-6))
+    assert find_link(costs.links, gpus, "p2p", False).latency_s == 0
 
 
 def test_parameters_gathered_between_nodes_come_over_the_cards_of_all_their_ranks(costs, tiny_spec):
