@@ -43,6 +43,8 @@ rule profile_costs:
         module="{module}",
         tp="{tp}",
         bounds="--bounds" if load_bounds() else "",
+        # What the settings depend on and do not say: where a checkpoint ends behind them, their time counts no more.
+        made_of=[model_digest(CONFIG.model), data_sheet(), code_digest("profile-costs")],
     shell:
         "dflop profile-costs --config {input.settings} --module {wildcards.module} --tp {wildcards.tp}"
         " {params.bounds} {input.bounds} --out {output.measurements} 2>&1 | tee {log}"
