@@ -123,15 +123,21 @@ def test_a_failure_is_told_in_its_own_words_and_not_with_the_whole_config(finish
 
 @pytest.fixture
 def rules_after(finished):
-    """`rules_after(*files)`: what a dry run lists after a line was added to these files of the package."""
+    """`rules_after(*files)`: what a dry run lists after a line was added to these files of the package, and after that
+    program has made files of the results, `made_first`."""
     package = finished[0].folder / "dflop"
     shutil.copytree(REPOSITORY / "dflop", package, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def rules(*files: str) -> set[str]:
+    def rules(*files: str, made_first: tuple[str, ...] = ()) -> set[str]:
         for name in files:
             with (package / name).open("a", encoding="utf-8") as file:
                 file.write("# another line\n")
         try:
+            if made_first:
+                checkout, config = finished
+                how = {"PYTHONPATH": str(checkout.folder), "PATH": checkout.path_with_stubs()}
+                done = checkout.snakemake("--cores", "2", "--configfile", config, "--", *made_first, **how)
+                assert done.returncode == 0, done.stdout + done.stderr
             return _rules(finished, PYTHONPATH=str(finished[0].folder))
         finally:
             for name in files:
@@ -154,3 +160,11 @@ def test_a_source_file_reruns_the_commands_that_may_use_its_room(rules_after):
     assert rules_after("train/rank.py") == {"plot_shapes"} | AFTER_PLAN
     assert rules_after("report/report.py") == {"plot_shapes", "report", "all"}
     assert rules_after("cli/training.py") == {"train", "report", "all"}
+
+
+def test_costs_are_measured_anew_by_another_program_though_it_has_written_their_settings(rules_after):
+    """As behind a checkpoint. The settings are the same to the letter. It is the last test: they are not put back."""
+    made = "results/small/costs/settings.json", "results/small/load_bounds.json"
+    costs = rules_after("costs/profile_rank.py", made_first=made)
+    assert "cost_settings" not in costs
+    assert costs >= MEASURED - {"cost_settings"}

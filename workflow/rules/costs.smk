@@ -43,8 +43,11 @@ rule profile_costs:
         module="{module}",
         tp="{tp}",
         bounds="--bounds" if load_bounds() else "",
-        # What the settings depend on and do not say: where a checkpoint ends behind them, their time counts no more.
-        made_of=[model_digest(CONFIG.model), data_sheet(), code_digest("profile-costs")],
+        # What the settings depend on and do not say. Where a checkpoint such as the demo's data ends behind them, jobs
+        # are looked at anew, and of files that were made the content alone counts. The next call then measures.
+        model=model_digest(CONFIG.model),
+        device=data_sheet(),
+        code=code_digest("profile-costs"),
     shell:
         "dflop profile-costs --config {input.settings} --module {wildcards.module} --tp {wildcards.tp}"
         " {params.bounds} {input.bounds} --out {output.measurements} 2>&1 | tee {log}"
