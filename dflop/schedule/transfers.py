@@ -224,8 +224,8 @@ def find_link(
     """The measured link; where none was measured, one with the configured bandwidth.
 
     A configured gradient sync is taken to be two rings over each network card, one that sums and one that gathers, each
-    with its latency (`ring_latency_s`). Between nodes it has the cards of all its ranks in a node, as far as the node's
-    own links keep up: with 8 ranks in every node, 8 times the bandwidth of one. `num_cards` are those of the node that
+    with its latency (`ring_latency_s`). Between nodes, the ranks of a node use all their network cards: 8 ranks have 8
+    times the bandwidth of one card, but no more than the links inside a node. `num_cards` are those of the node that
     has fewest. A message from one rank to another has no latency and one card, and on GPUs no more than its few thread
     blocks carry. An exchange where messages alone were measured has their link.
     """

@@ -240,7 +240,7 @@ def _bound_by_launches(best: Candidate, costs: CostModel) -> str:
 def faster_baselines_note(result: SearchResult, baselines: Sequence[Baseline]) -> str:
     """A note on the baselines that are predicted to be faster than any plan found; empty where none is.
 
-    They have no scheduled batches, which may have chosen a plan that is not the fastest by price.
+    Baselines have prices alone. The chosen plan may have a longer one: it is the fastest once batches are scheduled.
     """
     ratios = {baseline.name: baseline.step_s / result.candidates[0].step_s for baseline in baselines}
     faster = [f"{name} {ratio:.2f}x as long" for name, ratio in ratios.items() if ratio < _WORTH_A_WORD]
