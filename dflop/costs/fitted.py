@@ -226,9 +226,13 @@ def _check_tables(
         ("memory_model", key, (fit.const, *fit.per_load), -_MOST_BYTES, _MOST_BYTES) for key, fit in memory.items()
     ]
     numbers += [("memory_model", key, (size,), 0.0, _MOST_BYTES) for key, size in parameter_bytes.items()]
-    sizes = ("overhead_bytes", "allocator_share", "communicator_bytes")
-    numbers += [("device", (), [row.get(size, 0.0) for size in sizes], 0.0, _MOST_BYTES) for row in devices]
-    numbers += [("device", (), [_update_rate(row)], 1.0, math.inf) for row in devices]
+    least_of = {"overhead_bytes": 0.0, "allocator_share": 0.0, "communicator_bytes": 0.0, "update_bytes_per_s": 1.0}
+    numbers += [
+        (f"device, column {name}", (), [value], least, _MOST_BYTES)
+        for row in devices
+        for name, least in least_of.items()
+        if (value := row.get(name)) is not None
+    ]
     for table, key, values, least, most in numbers:
         for value in values:
             if not least <= value <= most:

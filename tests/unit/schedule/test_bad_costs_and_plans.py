@@ -93,7 +93,7 @@ def test_without_a_freak_the_table_of_those_left_out_is_empty(schedule, make_run
 def test_numbers_of_the_cost_tables_that_cannot_be_true(schedule, make_run, table, column, value):
     run = make_run()
     change(run.paths["costs"], f"UPDATE {table} SET {column} = ?", value)
-    where = "" if table == "device" else r", \w+ tp=1, part \w+"
+    where = f", column {column}" if table == "device" else r", \w+ tp=1, part \w+"
     assert_one_line(
         schedule(run), rf"costs\.duckdb, table {table}{where}: \S+ cannot be true, .* `dflop profile-costs`"
     )
