@@ -1,6 +1,7 @@
 """What all tests share: which files come first, how Hypothesis draws, where the data beside the checkout lies, drawn
 shapes, costs that nobody measured, and runs made of both."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,16 @@ _LONGEST = tuple(
 # No example fails for being slow: machines are shared. CI draws the same examples each time.
 settings.register_profile("dflop", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("dflop")
+
+
+gc.disable()  # until all modules are imported: these are millions of objects, and hardly any garbage
+
+
+def pytest_collection_finish() -> None:
+    """Tests look through nothing of the modules for garbage, and ten times more seldom than Python would."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

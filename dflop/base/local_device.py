@@ -1,8 +1,6 @@
-"""The device of a rank that torchrun started, its name, and why there is none."""
+"""The device of a rank that torchrun started, and its name."""
 
 import os
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -10,10 +8,7 @@ import torch
 from dflop.base.errors import UserError
 from dflop.base.numa import stay_near
 
-__all__ = ["device_name", "local_device", "say_once"]
-
-# How long a node's other ranks leave it to the first to say why they end.
-_FIRST_SAYS_S = 20.0
+__all__ = ["device_name", "local_device"]
 
 
 def local_device(kind: str) -> torch.device:
@@ -51,11 +46,3 @@ def device_name(device: torch.device) -> str:
     except OSError:
         return "cpu"
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
-
-
-def say_once(error: UserError) -> None:
-    """Print why this rank ends. A node's ranks mostly fail alike: the first says it and ends, so that torchrun ends the
-    others while they wait here. Where it does not, they say it themselves."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_FIRST_SAYS_S)
-    print(f"dflop: {error}", file=sys.stderr, flush=True)

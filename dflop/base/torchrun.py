@@ -43,7 +43,7 @@ def run_ranks(
     asks_first: bool = False,
     shared: Path | None = None,
 ) -> tuple[int, list[int]]:
-    """Run `python -m module REQUEST` (JSON) on `per_node` ranks of each of `num_nodes` nodes, to its end.
+    """Run `main(request)` of a module on `per_node` ranks of each of `num_nodes` nodes, to its end (`rank.py`).
 
     In a Slurm job this command runs on each node and starts the ranks of its own node; the nodes find each other by a
     file in the folder `shared`. Outside of a Slurm job, the ranks of several nodes with CPUs all run on this machine:
@@ -68,7 +68,7 @@ def run_ranks(
         **(gpu_environment(os.environ) if cluster.device == "cuda" else {}),
         **(LOOPBACK if is_here else {}),
     }
-    job = [f"--nproc-per-node={per_node}", "--module", module, json.dumps(request)]
+    job = [f"--nproc-per-node={per_node}", "--module", "dflop.base.rank", module, json.dumps(request)]
     with in_a_folder(num_nodes) if is_here else over_machines(num_nodes, shared) as (nodes, inherited):
         with stop_signals_blocked() if asks_first else contextlib.nullcontext():
             agents = [_start_agent([*node, *job], environment, inherited, asks_first) for node in nodes]

@@ -1,14 +1,12 @@
 """Measuring links: the seconds of transfers between ranks and of gradient syncs by size, with training's backend, those
 of copies to the host's memory and back, and the memory of a communicator on GPUs.
 
-torchrun starts `python -m dflop.costs.links REQUEST` (JSON) on every device of the cluster; rank 0 writes the
-Parquet file. One group of ranks measures at a time, and all ranks learn each result, so that they agree on when
-to stop. The network is otherwise idle: in training, transfers may share it and compete with computations.
+torchrun starts a rank on every device of the cluster (`main`); rank 0 writes the Parquet file. One group of ranks
+measures at a time, and all ranks learn each result, so that they agree on when to stop. The network is otherwise idle:
+in training, transfers may share it and compete with computations.
 """
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +17,9 @@ import polars as pl
 import torch
 import torch.distributed as dist
 
-from dflop.base import UserError, progress_bar
+from dflop.base import progress_bar
 from dflop.base.collectives import all_gather_flat, reduce_scatter_flat
-from dflop.base.local_device import local_device, say_once
+from dflop.base.local_device import local_device
 from dflop.base.message_group import message_group
 from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.costs.link_model import COMMUNICATOR, HOST
@@ -219,14 +217,9 @@ def _join_world(device_kind: str) -> torch.device:
     return device
 
 
-def main() -> int:
-    """What torchrun starts on every rank; the request has device, repeats, max_bytes and out."""
-    request = json.loads(sys.argv[1])
-    try:
-        device = _join_world(request["device"])
-    except UserError as error:
-        say_once(error)
-        return 2
+def main(request: dict) -> None:
+    """What every rank does; the request has device, repeats, max_bytes and out."""
+    device = _join_world(request["device"])
     is_main, per_node = dist.get_rank() == 0, int(os.environ["LOCAL_WORLD_SIZE"])
     groups, sizes = groups_to_measure(dist.get_world_size() // per_node, per_node), sizes_up_to(request["max_bytes"])
     total = len(groups) * len(sizes) * request["repeats"]
@@ -245,8 +238,3 @@ def main() -> int:
         write_parquet(frame, Path(request["out"]))
     dist.barrier()  # so that the file is there when any node's command ends
     leave_ranks()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

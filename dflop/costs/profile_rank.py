@@ -1,4 +1,4 @@
-"""The process that torchrun starts on each rank to measure: `python -m dflop.costs.profile_rank REQUEST` (JSON).
+"""What every rank does to measure costs.
 
 On GPUs there are tp ranks. On CPUs there are as many as training will have on the node, and all run the same point
 at the same time: cores share caches and memory, and a rank alone on the machine would be faster than in training.
@@ -6,7 +6,6 @@ at the same time: cores share caches and memory, and a rank alone on the machine
 
 import json
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers.utils import logging
 
 from dflop.base import UserError, progress_bar
 from dflop.base.devices import COMMUNICATOR_BYTES, find_device
-from dflop.base.local_device import device_name, local_device, say_once
+from dflop.base.local_device import device_name, local_device
 from dflop.base.rendezvous import join_ranks, leave_ranks
 from dflop.config import Config, load_config
 from dflop.costs.clocks import sm_mhz
@@ -39,19 +38,14 @@ from dflop.shapes import ChatTokenizer
 _TIMEOUT = timedelta(minutes=5)
 
 
-def main() -> int:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
     try:
         _measure(load_config(request["config"], has_cluster=False), request)
-    except UserError as error:
-        say_once(error)
-        return 2
     finally:
         if dist.is_initialized():
             leave_ranks()
-    return 0
 
 
 def _measure(config: Config, request: dict[str, Any]) -> None:
@@ -189,7 +183,3 @@ def _told(asked: tuple[Point, int] | None) -> tuple[Point, int] | None:
         return None
     (piece, depth, checkpointing, num_items, segments, num_targets), repeat = told
     return Point(piece, depth, checkpointing, num_items, tuple(segments), num_targets), repeat
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Starting a training run: torchrun over the plan's ranks, unless the run is finished.
 
-This file does not import torch. torchrun starts `python -m dflop.train.rank` on every rank.
+This file does not import torch. torchrun starts `dflop.train.rank` on every rank.
 """
 
 import signal

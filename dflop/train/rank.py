@@ -1,34 +1,33 @@
-"""The program that torchrun starts on every rank: `python -m dflop.train.rank REQUEST`, with REQUEST as JSON."""
+"""What every rank of a training run does."""
 
-import json
 import os
 import socket
-import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
-if __name__ != "__mp_main__":  # as which each loader process imports this file, and needs nothing of it
-    import torch
-    import torch.distributed as dist
-    from transformers.utils import logging
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
 
-    from dflop.base import UserError
-    from dflop.config import load_config
-    from dflop.train.generation import Generation
-    from dflop.train.lost_loaders import allow_open_files, in_one_line, why_loading_ended
-    from dflop.train.run_folder import MeasuredOn, RunFiles
-    from dflop.train.stopping import StopRequest, end_loaders
-    from dflop.train.trainer import Trainer
+from dflop.base import UserError
+from dflop.config import load_config
+from dflop.train.generation import Generation
+from dflop.train.lost_loaders import allow_open_files, in_one_line, why_loading_ended
+from dflop.train.run_folder import MeasuredOn, RunFiles
+from dflop.train.stopping import StopRequest, end_loaders
+from dflop.train.trainer import Trainer
 
 # What NCCL says where its buffers do not fit into a device's memory.
 _NCCL_SAYS = "out of memory", "Failed to CUDA calloc"
 
 
-def main() -> int:
+def main(request: dict) -> None:
+    """Train the rank's part of a run, until its last step or until it is asked to stop.
+
+    Raises:
+        UserError: in one line, also where memory, a loader process or open files run out.
+    """
     stop = StopRequest()
-    request = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
     allow_open_files()
@@ -44,8 +43,7 @@ def main() -> int:
             config = replace(config, train=replace(config.train, loader_workers=planned))
         Trainer(config, files, stop).train()
     except UserError as error:
-        print(f"dflop: {in_one_line(error)}", file=sys.stderr, flush=True)
-        return 2
+        raise UserError(in_one_line(error)) from None
     except (RuntimeError, OSError, EOFError) as error:  # torch raises one wherever the rank is when a loader dies
         if why := _why_full(error):
             reason = (
@@ -55,11 +53,9 @@ def main() -> int:
             )
         elif not (reason := why_loading_ended(error)):
             raise
-        print(f"dflop: {reason}", file=sys.stderr, flush=True)
-        return 2
+        raise UserError(reason) from None
     finally:
         end_loaders()
-    return 0
 
 
 def _why_full(error: Exception) -> str | None:
@@ -68,20 +64,3 @@ def _why_full(error: Exception) -> str | None:
         return ". ".join(str(error).split(". ")[:2])
     is_full = isinstance(error, dist.DistBackendError) and any(said in str(error) for said in _NCCL_SAYS)
     return "NCCL's buffers do not fit: out of memory" if is_full else None
-
-
-def _end(code: int) -> NoReturn:
-    """End this process at once: where it fails, others may still wait for it, and NCCL would wait for them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    try:
-        code = main()
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    if code:
-        _end(code)

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from dflop.base import rank
 from dflop.base.torchrun import threads_per_rank
 from dflop.config import ClusterConfig
 
@@ -89,22 +89,22 @@ def _run_ranks(
         world = {**world, "MASTER_ADDR": folder}
         ranks = [
             _CONTEXT.Process(
-                target=_run_rank, args=(module, request, {**world, "RANK": rank, "LOCAL_RANK": rank}, log, before)
+                target=_run_rank, args=(module, request, {**world, "RANK": number, "LOCAL_RANK": number}, log, before)
             )
-            for rank in range(world["WORLD_SIZE"])
+            for number in range(world["WORLD_SIZE"])
         ]
-        for rank in ranks:
-            rank.start()
+        for own in ranks:
+            own.start()
         try:
-            while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            while running := [own.sentinel for own in ranks if own.exitcode is None]:
                 connection.wait(running)
-                if code := next((rank.exitcode for rank in ranks if rank.exitcode), 0):
+                if code := next((own.exitcode for own in ranks if own.exitcode), 0):
                     return code
             return 0
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+            for own in ranks:
+                own.kill()
+                own.join()
 
 
 def _run_rank(
@@ -112,12 +112,11 @@ def _run_rank(
 ) -> None:
     print_to(log)
     os.environ |= {name: str(value) for name, value in world.items()} | {"TOKENIZERS_PARALLELISM": "false"}
-    sys.argv = [module, json.dumps(request)]
-    main = import_module(module).main
+    sys.argv = ["rank", module, json.dumps(request)]
     dist.batch_isend_irecv = _refusing_strangers(dist.batch_isend_irecv)
     if before:
         before(int(world["RANK"]))
-    sys.exit(main())
+    rank.main()
 
 
 def _refusing_strangers(exchange: Callable[[list[dist.P2POp]], list[dist.Work]]) -> Callable:

@@ -25,7 +25,7 @@ _ALIKE = {"schedule": {"policy": "lpt", "deterministic": True}}
 _NUM_STEPS = 28
 _TRAINING = {"steps": _NUM_STEPS, "checkpoint_every": 1000, "precision": "fp32"}
 _LONGEST_END_S = 60
-COMMAND, AGENT, RANK = "dflop.cli", "dflop.base.torchrun", "dflop.train.rank RANK="
+COMMAND, AGENT, RANK = "dflop.cli", "dflop.base.torchrun", "dflop.base.rank RANK="
 
 
 @pytest.fixture(scope="module")

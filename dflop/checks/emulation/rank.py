@@ -1,11 +1,9 @@
-"""The program that torchrun starts for each emulated rank: `python -m dflop.checks.emulation.rank REQUEST`, with
-REQUEST as JSON."""
+"""What every rank of an emulated run does."""
 
 import gc
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dflop.base import UserError
 from dflop.base.rendezvous import leave_ranks
 from dflop.checks.emulation.work import EmulatedWork, Network
 from dflop.config import Config, load_config
@@ -191,19 +188,9 @@ def _slowed(schedule: StepSchedule, scale: float) -> StepSchedule:
     return replace(schedule, **{name: getattr(schedule, name) * scale for name in names})
 
 
-def main() -> int:
-    request = json.loads(sys.argv[1])
+def main(request: dict) -> None:
     torch.set_num_threads(1)
     artifacts = {name: Path(request[name]) for name in ("shapes", "costs", "plan")}
-    try:
-        config = load_config(request["config"])
-        seconds = {name: request[name] for name in ("scale", "sync_s", "early_sync_s", "late_sync_s")}
-        EmulatedRank(config, artifacts, Path(request["out"]), **seconds).run()
-    except UserError as error:
-        print(f"dflop: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    config = load_config(request["config"])
+    seconds = {name: request[name] for name in ("scale", "sync_s", "early_sync_s", "late_sync_s")}
+    EmulatedRank(config, artifacts, Path(request["out"]), **seconds).run()

@@ -1,9 +1,7 @@
-"""The program that torchrun starts on every measuring rank: `python -m dflop.checks.side_by_side.rank REQUEST`, with
-REQUEST as JSON."""
+"""What every rank that is measured side by side does."""
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
-from dflop.base import UserError, progress_bar
+from dflop.base import progress_bar
 from dflop.base.rendezvous import leave_ranks
 from dflop.checks.side_by_side.plain import plain_side
 from dflop.checks.side_by_side.planned import planned_side
@@ -26,18 +24,13 @@ from dflop.train.topology import join_group
 __all__ = ["main"]
 
 
-def main() -> int:
-    request = json.loads(sys.argv[1])
+def main(request: dict) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity_error()
     try:
         _measure(load_config(request["config"]), request)
-    except UserError as error:
-        print(f"dflop: {error}", file=sys.stderr, flush=True)
-        return 2
     finally:
         end_loaders()
-    return 0
 
 
 def _measure(config: Config, request: dict) -> None:
@@ -72,7 +65,3 @@ def _makers(config: Config, request: dict, device: torch.device, store: dist.Sto
     for name, how in request["plain"].items():
         makers[name] = partial(plain_side, config, of_all, device=device, on_the_fly=request["on_the_fly"], **how)
     return makers
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflop.base import UserError
-from dflop.base.local_device import local_device, say_once
+from dflop.base.local_device import local_device
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -20,13 +20,3 @@ def test_convolutions_in_fp32_compute_in_fp32(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     local_device("cpu")
     assert not torch.backends.cudnn.allow_tf32
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_nodes_first_rank_says_why_it_ends_before_the_others_do(monkeypatch, capsys, rank):
-    said_before_waiting = []
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr("dflop.base.local_device.time.sleep", lambda _: said_before_waiting.append(capsys.readouterr()))
-    say_once(UserError("no GPU"))
-    assert capsys.readouterr().err == "dflop: no GPU\n"
-    assert [said.err for said in said_before_waiting] == ([] if rank == "0" else [""])

@@ -1,0 +1,68 @@
+"""The program that torchrun starts on every rank: `python -m dflop.base.rank MODULE REQUEST`, with REQUEST as JSON.
+
+It calls `main(request)` of the module. A rank that is wrong about its files or its config says so in one line and ends
+with exit code 2. Loader processes import this file again under another name, and nothing of the module.
+"""
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+from dflop.base.errors import UserError
+
+__all__ = ["main"]
+
+# How long a node's other ranks leave it to the first to say why they end.
+_FIRST_SAYS_S = 5.0
+# torchrun looks at its ranks ten times a second. So it sees that one is gone before others end that have lost it.
+_SEEN_S = 1.0
+
+
+def main() -> None:
+    """What `main` of the module returns is the exit code; None is 0."""
+    module, request = sys.argv[1:]
+    try:
+        code = _imported(module).main(json.loads(request)) or 0
+    except UserError as error:
+        _say_once(error)
+        code = 2
+    except Exception:
+        traceback.print_exc()
+        time.sleep(_SEEN_S)
+        code = 1
+    if code:
+        _end(code)
+
+
+def _imported(name: str) -> object:
+    """The module, imported while no garbage is collected: torch and transformers make millions of objects, and hardly
+    any garbage. To look for it takes a quarter of the import."""
+    gc.disable()
+    module = importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    return module
+
+
+def _say_once(error: UserError) -> None:
+    """Print why this rank ends. A node's ranks mostly fail alike: the first says it and ends, so that torchrun ends the
+    others while they wait here. Where it does not, they say it themselves."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_SAYS_S)
+    print(f"dflop: {error}", file=sys.stderr, flush=True)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process at once: where it fails, others may still wait for it, and NCCL would wait for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
