@@ -2,6 +2,9 @@
 
 It calls `main(request)` of the module. A rank that is wrong about its files or its config says so in one line and ends
 with exit code 2. Loader processes import this file again under another name, and nothing of the module.
+
+While modules are imported, no garbage is collected: torch and transformers make millions of objects, and hardly any
+garbage. To look for it takes a quarter of the import.
 """
 
 import gc
@@ -22,6 +25,9 @@ _FIRST_SAYS_S = 5.0
 # torchrun looks at its ranks ten times a second. So it sees that one is gone before others end that have lost it.
 _SEEN_S = 1.0
 
+if __name__ == "__mp_main__":  # a loader, which collects garbage as soon as it begins
+    gc.disable()
+
 
 def main() -> None:
     """What `main` of the module returns is the exit code; None is 0."""
@@ -40,8 +46,6 @@ def main() -> None:
 
 
 def _imported(name: str) -> object:
-    """The module, imported while no garbage is collected: torch and transformers make millions of objects, and hardly
-    any garbage. To look for it takes a quarter of the import."""
     gc.disable()
     module = importlib.import_module(name)
     gc.freeze()

@@ -2,6 +2,7 @@
 then takes half as long to start as a rank, and holds 340 MB instead of 470.
 """
 
+import gc
 import os
 from dataclasses import dataclass
 
@@ -27,7 +28,10 @@ class RankDataset(Dataset):
 
 
 def begin(niceness: int, _: int) -> None:
-    """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores."""
+    """Lower a loader's priority. Loaders read ahead, while ranks are waited for, so ranks go first on shared cores.
+    Garbage, which no loader collects while it imports, is collected from now on."""
+    gc.freeze()
+    gc.enable()
     os.nice(niceness)
     leave_cores_near()
     end_if_not_handed_over()

@@ -43,12 +43,15 @@ def test_a_gpu_that_is_full_is_named_with_what_to_lower(expected, error, monkeyp
     assert expected in str(raised.value)
 
 
-def test_a_loader_imports_no_model():
+def test_a_loader_imports_no_model_and_collects_no_garbage_while_it_imports():
     """A loader process imports the rank's program under another name, and what it is made of."""
     program = """
-import runpy, sys
-import dflop.train.loader_process
+import gc, runpy, sys
 runpy.run_module("dflop.base.rank", run_name="__mp_main__")
+assert not gc.isenabled()
+from dflop.train.loader_process import begin
 assert "transformers" not in sys.modules
+begin(0, 0)
+assert gc.isenabled()
 """
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
