@@ -16,7 +16,8 @@ __all__ = ["FILLS", "deal_shares", "degrees_of", "most_shares"]
 
 # The largest share of a mean bucket's load that a share has, in turn.
 FILLS = (1.0, 0.5, 0.25, 0.1, 0.05)
-# So many replicas, or as many as a sample has shares, are looked at together where samples are dealt.
+# So many replicas, or as many as a sample has shares, are looked at together where samples are dealt; up to twice as
+# many of those that meet in each layer, whose bounds are tighter.
 _BLOCK = 16
 
 
@@ -64,11 +65,11 @@ def deal_shares(
 @kernel
 def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
     """The scan of all cells for each sample is what takes time: 34 million of 8,192 samples and 1,024 replicas with
-    four microbatches. So a block of replicas is passed over where its least held cell could not be better than the best
-    so far."""
+    four microbatches. So the block of replicas whose least held cells are best is looked at first, and others only
+    where theirs could be better than the best cell so far. Of equally good cells the first counts."""
     num_replicas, num_microbatches, num_meeting = sizes
     num_rows, num_loads = loads.shape
-    size_of_block = max(_BLOCK, degree.max())
+    size_of_block = max(_BLOCK, degree.max(), min(num_meeting, 2 * _BLOCK))
     num_blocks = (num_replicas + size_of_block - 1) // size_of_block
     replica, microbatch = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
     held = np.zeros((num_replicas, num_microbatches, num_loads))
@@ -79,36 +80,44 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
     least_held = np.zeros((num_blocks, num_microbatches, num_loads))
     least_filled = np.zeros((num_blocks, num_microbatches))
     least_totals, most_slowest = np.zeros(num_blocks), np.zeros((num_blocks, num_microbatches))
-    may_be_best, largest = np.zeros(num_microbatches, dtype=np.bool_), np.zeros(num_loads)
+    # Of each block, no cell is better for the sample than these.
+    block_is_full = np.zeros((num_blocks, num_microbatches), dtype=np.bool_)
+    block_total, block_after = np.zeros((num_blocks, num_microbatches)), np.zeros((num_blocks, num_microbatches))
+    largest = np.zeros(num_loads)
     num_empty = num_replicas * num_microbatches
     for number in range(len(order)):
         sample = order[number]
         size, row = degree[sample], first[sample]
         fills_empty = num_empty >= len(order) - number  # the samples that are left just fill the empty buckets
-        best_begin, best_own, least, least_after, is_full = 0, 0, np.inf, np.inf, True
         least_bytes = row_bytes[row : row + size].min()
         for load in range(num_loads):
             largest[load] = loads[row : row + size, load].max()
+        best_block, least, least_after, is_full = 0, np.inf, np.inf, True
         for block in range(num_blocks):
-            end = min(num_replicas, (block + 1) * size_of_block)
-            may_any = False
             for own in range(num_microbatches):
                 after = 0.0
                 for load in range(num_loads):
                     after = max(after, least_held[block, own, load] + largest[load])
                 total = least_totals[block] + max(0.0, after - most_slowest[block, own])
                 held_bytes = least_filled[block, own]
-                may_fit = held_bytes == 0.0 or not (fills_empty or held_bytes + least_bytes > most_bytes)
-                is_shorter = total < least or (total == least and after < least_after)
-                may_be_best[own] = may_fit if is_full and not is_shorter else is_shorter and (is_full or may_fit)
-                may_any = may_any or may_be_best[own]
-            if not may_any:
+                exceeds = held_bytes > 0.0 and (fills_empty or held_bytes + least_bytes > most_bytes)
+                block_is_full[block, own], block_total[block, own], block_after[block, own] = exceeds, total, after
+                if _is_better(exceeds, total, after, is_full, least, least_after):
+                    best_block, least, least_after, is_full = block, total, after, exceeds
+        best_begin, best_own, least, least_after, is_full = num_replicas, 0, np.inf, np.inf, True
+        for turn in range(-1, num_blocks):
+            block = best_block if turn < 0 else turn
+            if turn == best_block:
                 continue
-            for begin in range(block * size_of_block, end - size + 1, size):
-                group = begin // num_meeting
-                for own in range(num_microbatches):
-                    if not may_be_best[own]:
+            end = min(num_replicas, (block + 1) * size_of_block)
+            for own in range(num_microbatches):
+                exceeds, total, after = block_is_full[block, own], block_total[block, own], block_after[block, own]
+                if not _is_better(exceeds, total, after, is_full, least, least_after):
+                    equals = exceeds == is_full and total == least and after == least_after
+                    if not (equals and block * size_of_block <= best_begin):
                         continue
+                for begin in range(block * size_of_block, end - size + 1, size):
+                    group = begin // num_meeting
                     after, exceeds = 0.0, False
                     for place in range(size):
                         held_bytes = filled[begin + place, own]
@@ -117,8 +126,9 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
                         for load in range(num_loads):
                             after = max(after, held[begin + place, own, load] + loads[row + place, load])
                     total = totals[group] + max(0.0, after - slowest[group, own])
-                    is_shorter = total < least or (total == least and after < least_after)
-                    if (exceeds == is_full and is_shorter) or (is_full and not exceeds):
+                    equals = exceeds == is_full and total == least and after == least_after
+                    is_first = begin < best_begin or (begin == best_begin and own < best_own)
+                    if _is_better(exceeds, total, after, is_full, least, least_after) or (equals and is_first):
                         best_begin, best_own, least, least_after, is_full = begin, own, total, after, exceeds
         begin, own = best_begin, best_own
         group = begin // num_meeting
@@ -141,3 +151,11 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
             least_totals[block] = totals[one:other].min()
             most_slowest[block, own] = slowest[one:other, own].max()
     return replica, microbatch
+
+
+@kernel
+def _is_better(exceeds, total, after, is_full, least, least_after):
+    """Whether a cell that does not exceed memory, or adds less, or else holds less, is better than the best so far."""
+    if exceeds != is_full:
+        return is_full
+    return total < least or (total == least and after < least_after)
