@@ -28,6 +28,7 @@ __all__ = [
     "fits",
     "fitted",
     "leave_out_too_large",
+    "require_each_fits",
     "shared_bytes",
     "without",
 ]
@@ -146,22 +147,32 @@ def fitted(pricer: Pricer, shapes: SampleShapes, starts: Sequence[Assignment], r
     Raises:
         UserError: no assignment that fits was found.
     """
-    alone, found_bytes = alone_bytes(pricer, shapes).max(), []  # no assignment needs less than the fullest sample alone
+    require_each_fits(pricer, shapes)
     num_buckets, num_microbatches = pricer.plan.num_buckets, pricer.plan.num_microbatches
     drawn = (dealt_at_random(len(shapes), num_buckets, rng) for _ in range(_NUM_DRAWN))
     others = (pricer.assign(shapes, *np.divmod(cell, num_microbatches)) for cell in drawn)
     even = _even_in_bytes(pricer, shapes)
     tries = ((start, 0.0) for start in itertools.chain(starts, [even], others))
-    tries = itertools.chain(tries, [(even, _FULLER)] * _NUM_DRAWN) if alone <= pricer.memory.limit_bytes else ()
-    for start, fuller in tries:
+    found_bytes = []
+    for start, fuller in itertools.chain(tries, [(even, _FULLER)] * _NUM_DRAWN):
         assignment, own_bytes = _descend_on_bytes(pricer, shapes, start, fuller, rng)
         if own_bytes <= pricer.memory.limit_bytes:
             return assignment
         found_bytes.append(own_bytes)
-    best = _gib(min(found_bytes, default=alone))
-    raise UserError(
+    raise _none_fits(pricer, min(found_bytes))
+
+
+def require_each_fits(pricer: Pricer, shapes: SampleShapes) -> None:
+    """Raise `UserError` where a device cannot hold a sample of the batch whole: then no assignment fits."""
+    alone = alone_bytes(pricer, shapes).max()
+    if alone > pricer.memory.limit_bytes:
+        raise _none_fits(pricer, alone)
+
+
+def _none_fits(pricer: Pricer, best_bytes: float) -> UserError:
+    return UserError(
         f"no assignment of the batch was found that fits into `cluster.memory_gib` = "
-        f"{_gib(pricer.memory.limit_bytes)} with {pricer.plan}; the best takes {best} GiB of a device: "
+        f"{_gib(pricer.memory.limit_bytes)} with {pricer.plan}; the best takes {_gib(best_bytes)} GiB of a device: "
         "use a plan with more microbatches, pipeline stages or recomputed layers (`plan.fixed.checkpointing: true` "
         "recomputes all), or lower `train.global_batch_size`"
     )

@@ -41,7 +41,7 @@ from dflop.base import UserError
 from dflop.config import ScheduleConfig
 from dflop.schedule.assignment import Assignment
 from dflop.schedule.global_batches import EvaluationBatches, GlobalBatches
-from dflop.schedule.memory_limit import MOST_LEFT_OUT, fits, fitted
+from dflop.schedule.memory_limit import MOST_LEFT_OUT, fits, fitted, require_each_fits
 from dflop.schedule.microbatch_sizes import ideal_shares
 from dflop.schedule.pricer import Pricer
 from dflop.schedule.shared_batches import holds_with_shares, with_shares
@@ -260,6 +260,8 @@ class BatchScheduler:
         Raises:
             UserError: where no start fits into memory, or with `makes_fit`, can be made to fit.
         """
+        if self.pricer.divider is not None:  # there may be samples that no device holds whole
+            require_each_fits(self.pricer, shapes)
         rng = np.random.default_rng([self._seed, step])
         problem, packings = _packed(problem, lambda unpacked: policy.packings(unpacked, rng, lambda: self._shares))
         place = self._ordered if policy.may_reorder else self._as_packed
