@@ -75,9 +75,11 @@ class GlobalBatches:
         last = first
         while self._drawn_before(last + 1) < start + self.global_batch_size:
             last += 1
-        stream = np.concatenate([self._shuffled(epoch) for epoch in range(first, last + 1)])
-        offset = start - self._drawn_before(first)
-        return stream[offset : offset + self.global_batch_size]
+        parts, offset = [], start - self._drawn_before(first)
+        for epoch in range(first, last + 1):  # a part of each, as copying whole epochs would take longer than all else
+            parts.append(self._shuffled(epoch)[max(0, offset) :][: self.global_batch_size - sum(map(len, parts))])
+            offset -= len(self._shuffled(epoch))
+        return np.concatenate(parts)
 
     def _drawn_before(self, epoch: int) -> int:
         """How many samples the epochs before this one draw."""
