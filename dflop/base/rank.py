@@ -30,19 +30,16 @@ if __name__ == "__mp_main__":  # a loader, which collects garbage as soon as it 
 
 
 def main() -> None:
-    """What `main` of the module returns is the exit code; None is 0."""
     module, request = sys.argv[1:]
     try:
-        code = _imported(module).main(json.loads(request)) or 0
+        _imported(module).main(json.loads(request))
     except UserError as error:
         _say_once(error)
-        code = 2
+        _end(2)
     except Exception:
         traceback.print_exc()
         time.sleep(_SEEN_S)
-        code = 1
-    if code:
-        _end(code)
+        _end(1)
 
 
 def _imported(name: str) -> object:
