@@ -1,7 +1,7 @@
 """The program that torchrun starts on every rank: `python -m dflop.base.rank MODULE REQUEST`, with REQUEST as JSON.
 
-It calls `main(request)` of the module. A rank that is wrong about its files or its config says so in one line and ends
-with exit code 2. Loader processes import this file again under another name, and nothing of the module.
+It calls `main(request)` of the module. A `UserError` is printed in one line, with exit code 2; any other error with its
+traceback, with exit code 1. Loader processes import this file again, as `__mp_main__`, and nothing of the module.
 
 While modules are imported, no garbage is collected: torch and transformers make millions of objects, and hardly any
 garbage. To look for it takes a quarter of the import.
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from types import ModuleType
 from typing import NoReturn
 
 from dflop.base.errors import UserError
@@ -22,7 +23,7 @@ __all__ = ["main"]
 
 # How long a node's other ranks leave it to the first to say why they end.
 _FIRST_SAYS_S = 5.0
-# torchrun looks at its ranks ten times a second. So it sees that one is gone before others end that have lost it.
+# A rank whose peer has died ends so much later. torchrun, which looks ten times a second, sees the peer first.
 _SEEN_S = 1.0
 
 if __name__ == "__mp_main__":  # a loader, which collects garbage as soon as it begins
@@ -42,7 +43,7 @@ def main() -> None:
         _end(1)
 
 
-def _imported(name: str) -> object:
+def _imported(name: str) -> ModuleType:
     gc.disable()
     module = importlib.import_module(name)
     gc.freeze()

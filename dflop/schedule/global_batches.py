@@ -76,9 +76,10 @@ class GlobalBatches:
         while self._drawn_before(last + 1) < start + self.global_batch_size:
             last += 1
         parts, offset = [], start - self._drawn_before(first)
-        for epoch in range(first, last + 1):  # a part of each, as copying whole epochs would take longer than all else
-            parts.append(self._shuffled(epoch)[max(0, offset) :][: self.global_batch_size - sum(map(len, parts))])
-            offset -= len(self._shuffled(epoch))
+        for epoch in range(first, last + 1):  # a part of each: a copy of whole epochs would take longer than all else
+            order = self._shuffled(epoch)
+            parts.append(order[max(0, offset) :][: self.global_batch_size - sum(map(len, parts))])
+            offset -= len(order)
         return np.concatenate(parts)
 
     def _drawn_before(self, epoch: int) -> int:

@@ -16,8 +16,8 @@ __all__ = ["FILLS", "deal_shares", "degrees_of", "most_shares"]
 
 # The largest share of a mean bucket's load that a share has, in turn.
 FILLS = (1.0, 0.5, 0.25, 0.1, 0.05)
-# So many replicas, or as many as a sample has shares, are looked at together where samples are dealt; up to twice as
-# many of those that meet in each layer, whose bounds are tighter.
+# The replicas in a block, unless a sample has more shares. Where more replicas meet in each layer, a block has up to
+# twice as many.
 _BLOCK = 16
 
 
@@ -80,9 +80,9 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
     least_held = np.zeros((num_blocks, num_microbatches, num_loads))
     least_filled = np.zeros((num_blocks, num_microbatches))
     least_totals, most_slowest = np.zeros(num_blocks), np.zeros((num_blocks, num_microbatches))
-    # Of each block, no cell is better for the sample than these.
-    block_is_full = np.zeros((num_blocks, num_microbatches), dtype=np.bool_)
-    block_total, block_after = np.zeros((num_blocks, num_microbatches)), np.zeros((num_blocks, num_microbatches))
+    # Of each block and microbatch: no cell is better for the sample than one with these would be.
+    exceeding = np.zeros((num_blocks, num_microbatches), dtype=np.bool_)
+    totals_after, held_after = np.zeros((num_blocks, num_microbatches)), np.zeros((num_blocks, num_microbatches))
     largest = np.zeros(num_loads)
     num_empty = num_replicas * num_microbatches
     for number in range(len(order)):
@@ -92,7 +92,7 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
         least_bytes = row_bytes[row : row + size].min()
         for load in range(num_loads):
             largest[load] = loads[row : row + size, load].max()
-        best_block, least, least_after, is_full = 0, np.inf, np.inf, True
+        best_block, best = 0, (True, np.inf, np.inf, num_replicas, 0)
         for block in range(num_blocks):
             for own in range(num_microbatches):
                 after = 0.0
@@ -101,21 +101,19 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
                 total = least_totals[block] + max(0.0, after - most_slowest[block, own])
                 held_bytes = least_filled[block, own]
                 exceeds = held_bytes > 0.0 and (fills_empty or held_bytes + least_bytes > most_bytes)
-                block_is_full[block, own], block_total[block, own], block_after[block, own] = exceeds, total, after
-                if _is_better(exceeds, total, after, is_full, least, least_after):
-                    best_block, least, least_after, is_full = block, total, after, exceeds
-        best_begin, best_own, least, least_after, is_full = num_replicas, 0, np.inf, np.inf, True
+                exceeding[block, own], totals_after[block, own], held_after[block, own] = exceeds, total, after
+                if _is_better((exceeds, total, after, block, own), best):
+                    best_block, best = block, (exceeds, total, after, block, own)
+        best = True, np.inf, np.inf, num_replicas, 0
         for turn in range(-1, num_blocks):
             block = best_block if turn < 0 else turn
             if turn == best_block:
                 continue
             end = min(num_replicas, (block + 1) * size_of_block)
             for own in range(num_microbatches):
-                exceeds, total, after = block_is_full[block, own], block_total[block, own], block_after[block, own]
-                if not _is_better(exceeds, total, after, is_full, least, least_after):
-                    equals = exceeds == is_full and total == least and after == least_after
-                    if not (equals and block * size_of_block <= best_begin):
-                        continue
+                exceeds, total, after = exceeding[block, own], totals_after[block, own], held_after[block, own]
+                if not _is_better((exceeds, total, after, block * size_of_block, own), best):
+                    continue
                 for begin in range(block * size_of_block, end - size + 1, size):
                     group = begin // num_meeting
                     after, exceeds = 0.0, False
@@ -126,11 +124,9 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
                         for load in range(num_loads):
                             after = max(after, held[begin + place, own, load] + loads[row + place, load])
                     total = totals[group] + max(0.0, after - slowest[group, own])
-                    equals = exceeds == is_full and total == least and after == least_after
-                    is_first = begin < best_begin or (begin == best_begin and own < best_own)
-                    if _is_better(exceeds, total, after, is_full, least, least_after) or (equals and is_first):
-                        best_begin, best_own, least, least_after, is_full = begin, own, total, after, exceeds
-        begin, own = best_begin, best_own
+                    if _is_better((exceeds, total, after, begin, own), best):
+                        best = exceeds, total, after, begin, own
+        _, least, least_after, begin, own = best
         group = begin // num_meeting
         totals[group] = least
         slowest[group, own] = max(slowest[group, own], least_after)
@@ -154,8 +150,15 @@ def _deal(loads, row_bytes, degree, first, order, sizes, most_bytes):
 
 
 @kernel
-def _is_better(exceeds, total, after, is_full, least, least_after):
-    """Whether a cell that does not exceed memory, or adds less, or else holds less, is better than the best so far."""
+def _is_better(cell, best):
+    """Whether one of two cells is better for a sample: one that does not exceed memory, or adds less to the step, or
+    then holds less, or comes first. A cell is (exceeds, total, after, first replica, microbatch)."""
+    exceeds, total, after, begin, own = cell
+    is_full, least, least_after, best_begin, best_own = best
     if exceeds != is_full:
         return is_full
-    return total < least or (total == least and after < least_after)
+    if total != least:
+        return total < least
+    if after != least_after:
+        return after < least_after
+    return begin < best_begin or (begin == best_begin and own < best_own)

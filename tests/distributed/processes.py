@@ -93,18 +93,18 @@ def _run_ranks(
             )
             for number in range(world["WORLD_SIZE"])
         ]
-        for own in ranks:
-            own.start()
+        for process in ranks:
+            process.start()
         try:
-            while running := [own.sentinel for own in ranks if own.exitcode is None]:
+            while running := [process.sentinel for process in ranks if process.exitcode is None]:
                 connection.wait(running)
-                if code := next((own.exitcode for own in ranks if own.exitcode), 0):
+                if code := next((process.exitcode for process in ranks if process.exitcode), 0):
                     return code
             return 0
         finally:
-            for own in ranks:
-                own.kill()
-                own.join()
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
 def _run_rank(

@@ -106,7 +106,7 @@ def test_each_rule_tracks_the_code_of_the_command_that_it_runs():
         for rule in re.split(r"^(?:rule|checkpoint) ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
             commands = re.findall(r'"(?:\{resources.launcher\} )?dflop ([a-z-]+) ', rule)
             tracked[rule.partition(":")[0]] = commands, re.findall(r'code_digest\("([a-z-]+)"\)', rule)
-    # It runs no command: the code of the one that measures costs is among the settings that it writes down.
+    # This rule runs no command. It writes down the settings of `profile-costs`, and so tracks the code of that one.
     assert tracked.pop("cost_settings") == ([], ["profile-costs"])
     assert all(len(commands) == 1 and commands == digests for commands, digests in tracked.values()), tracked
     assert {command for commands, _ in tracked.values() for command in commands} == COMMANDS.keys()
