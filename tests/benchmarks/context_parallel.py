@@ -1,7 +1,7 @@
 """What it brings that replicas share long samples: predicted for many clusters, and on this machine's clock.
 
     python tests/benchmarks/context_parallel.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary]
-    python tests/benchmarks/context_parallel.py --clock [--steps 12] [--keep FOLDER]
+    python tests/benchmarks/context_parallel.py --clock [--steps 20] [--recomputing] [--keep FOLDER]
 
 The table: for each mix the chosen plan of all plans, of those that share no sample, and FSDP with our sampler; then the
 fastest plan that divides every sample over 2, 4 or 8 replicas, as frameworks with a fixed degree do, with our groups.
@@ -11,9 +11,9 @@ All are means of the same two batches as they are scheduled. `work` is a lower b
 FOLDER, mixes and `--artifacts` are `regret.py`'s. All of it is predicted.
 
 On the clock: two processes, batches of eight of the demo's samples and long texts, of which about one in a batch is
-longer than all others together. Our plan with a degree of up to 2, without it, without it and with all layers
-recomputed, as a whole or the LLM's but for attention, and DDP train in turns on the same batches, loaded before the
-clock starts.
+longer than all others together. Our plan with a degree of up to 2, without it, and DDP train in turns on the same
+batches, loaded before the clock starts; with `--recomputing` also our plan without it and with all layers recomputed,
+as a whole or the LLM's but for attention.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", choices=regret.MIXES, default=list(regret.MIXES))
     parser.add_argument("--artifacts", type=Path, help="a folder to keep costs in")
     parser.add_argument("--clock", action="store_true", help="measure on this machine")
-    parser.add_argument("--steps", type=int, default=12, help="steps that count on the clock")
+    parser.add_argument("--steps", type=int, default=20, help="steps that count on the clock")
+    parser.add_argument("--recomputing", action="store_true", help="on the clock, rows that recompute all layers, too")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the clock's run is made and stays")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.argv)}\n", flush=True)
@@ -75,7 +76,7 @@ def main() -> None:
         if arguments.clock:
             folder = arguments.keep or Path(name)
             folder.mkdir(parents=True, exist_ok=True)
-            print_clock(folder.absolute(), arguments.steps)
+            print_clock(folder.absolute(), arguments.steps, recomputing=arguments.recomputing)
             return
         planner.FAMILIES |= regret.MODELS
         print("  ours   work  whole  of it   FSDP  of it  fixed 2, 4, 8        blocks   even", flush=True)
@@ -284,7 +285,7 @@ def patched(module: ModuleType, **values: object) -> Iterator[None]:
         vars(module).update(before)
 
 
-def print_clock(folder: Path, num_steps: int) -> None:
+def print_clock(folder: Path, num_steps: int, *, recomputing: bool) -> None:
     write_records(folder / "long.json")
     run = {
         "run": "clock",
@@ -308,7 +309,8 @@ def print_clock(folder: Path, num_steps: int) -> None:
     spec = load_model_spec(config.model)
     samples, _ = load_samples(results / "shapes.duckdb", spec.encoders)
     rows = [row_of(SHARED, [2], num_steps, config, spec, costs, samples)]
-    rows += [row_of(name, [1], num_steps, config, spec, costs, samples) for name in (WHOLE, AGAIN, BUT_FOR_ATTENTION)]
+    whole = (WHOLE, AGAIN, BUT_FOR_ATTENTION) if recomputing else (WHOLE,)
+    rows += [row_of(name, [1], num_steps, config, spec, costs, samples) for name in whole]
     with contextlib.chdir(folder):  # which the paths of the data begin at
         clocked = measure_rows(config, rows, ["DDP"], num_steps=num_steps)
     print_steps(clocked, rows)

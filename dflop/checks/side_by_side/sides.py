@@ -92,9 +92,11 @@ def timed(
 
 
 def _turns(names: Sequence[str], num_steps: int, length: int) -> Iterator[tuple[str, int]]:
-    """The steps of all sides in the order of their turns, of `length` steps each."""
-    for first in range(0, num_steps, length):
-        for name in names:
+    """The steps of all sides in the order of their turns, of `length` steps each. Each side begins a round in its turn,
+    so that none always finds the caches and the allocator as the same other side left them."""
+    for number, first in enumerate(range(0, num_steps, length)):
+        begins = number % len(names)
+        for name in [*names[begins:], *names[:begins]]:
             for step in range(first, min(first + length, num_steps)):
                 yield name, step
 
