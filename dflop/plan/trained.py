@@ -99,17 +99,14 @@ class Ways(NamedTuple):
 
     def within(self, layers: range) -> StageWays:
         """Those of the stage with these layers."""
-        own, num_still = (
-            self.layers[layers.start : layers.stop],
-            min(max(0, self.num_still - layers.start), len(layers)),
-        )
+        own = self.layers[layers.start : layers.stop]
+        num_still = min(max(0, self.num_still - layers.start), len(layers))
         still = ["stage"] * (num_still == len(layers)) + ["first"] * (self.reach > 0)
         still += ["last"] * (self.reach > len(self.layers) + 1)
-        is_mixed = {*self.layers[self.num_still :]} != {FROZEN}
-        passing = (place for place, way in enumerate(own[num_still:]) if is_mixed and way == FROZEN)
-        return StageWays(
-            self.first, self.last, own.count(FROZEN), own.count(SOME), num_still, tuple(still), tuple(passing)
-        )
+        num_frozen, passing = own.count(FROZEN), ()
+        if num_frozen and {*self.layers[self.num_still :]} != {FROZEN}:
+            passing = tuple(place for place, way in enumerate(own[num_still:]) if way == FROZEN)
+        return StageWays(self.first, self.last, num_frozen, own.count(SOME), num_still, tuple(still), passing)
 
     @property
     def has_passing(self) -> bool:
@@ -172,11 +169,7 @@ class TrainedSet:
     def has_backward(self, stage: StageOfModule) -> bool:
         """Whether gradients may be computed in the stage. An LLM has a backward in all of its stages: those before the
         first trained layer give nothing back, and take no time for it."""
-        if stage.module == "llm" or (stage.is_last and self.trains_weights(stage.module)):
-            return True
-        root = _root(stage.module)
-        names = (f"{root}.embeddings", f"{root}.layers")
-        return self.adapts(stage.module) or any(_way_of(*_patterns(self), name) != FROZEN for name in names)
+        return _has_backward(self, stage.module, stage.is_last)
 
     def gives_gradients_to(self, module: str, layer: int) -> bool:
         """Whether anything before this layer of the module is trained, so that the layer's input has a gradient."""
@@ -300,6 +293,15 @@ def _ways(trained: TrainedSet, module: str, num_layers: int | None) -> Ways:
     if module == "llm" and (any(map(trained.trains, encoders)) or not trained.modules):
         reach = 0
     return Ways(units[0], tuple(layers), units[-1], reach)
+
+
+@lru_cache(maxsize=1024)
+def _has_backward(trained: TrainedSet, module: str, is_last: bool) -> bool:
+    """`TrainedSet.has_backward` of a stage of this module; `is_last` is whether it is the module's last."""
+    if module == "llm" or trained.adapts(module) or (is_last and trained.trains_weights(module)):
+        return True
+    names = (f"{_root(module)}.embeddings", f"{_root(module)}.layers")
+    return any(_way_of(*_patterns(trained), name) != FROZEN for name in names)
 
 
 @lru_cache(maxsize=65536)

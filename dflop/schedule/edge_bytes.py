@@ -78,21 +78,20 @@ def slot_bytes_of(plan: Plan, order: CompiledPlan, edge_bytes: EdgeBytes) -> np.
     Several chunks of the LLM on one rank share all of this, and it counts for the first chunk. The features that the
     LLM receives are counted as if every token were one. An encoder copies one gradient out of its slot at a time.
     """
-    found = []
+    found, counts = [], [count.tolist() for count in order.slot_counts]
+    of_feature = float(edge_bytes.onward[plan.grids[0].module][-1])
+    onward_of = {module: own.tolist() for module, own in edge_bytes.onward.items()}
     for stage in stages_of(plan):
-        of_stage = slice(stage.group, stage.group + stage.num_groups)
-        states, state_gradients, features, feature_gradients = (
-            int(count[of_stage].max()) for count in order.slot_counts
-        )
-        pp, onward = plan.grid(stage.module).pp, edge_bytes.onward[stage.module]
+        pp, onward = plan.grid(stage.module).pp, onward_of[stage.module]
         if stage.pp_stage >= pp:
             found.append(0.0)
             continue
+        of_stage = slice(stage.group, stage.group + stage.num_groups)
+        states, state_gradients, features, feature_gradients = (max(count[of_stage]) for count in counts)
         comes_in, goes_on = onward[stage.pp_stage - 1 :: pp], onward[stage.pp_stage : -1 : pp]
         if stage.pp_stage == 0:
             comes_in = onward[pp - 1 : -1 : pp]
         of_tokens = states * max(comes_in, default=0.0) + state_gradients * max(goes_on, default=0.0)
-        of_feature = edge_bytes.onward[plan.grids[0].module][-1]
         of_tokens += features * of_feature if stage.module == "llm" else feature_gradients * of_feature
         if _waits_in_slots(plan, stage.module) and feature_gradients:
             of_tokens += of_feature

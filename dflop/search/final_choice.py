@@ -164,14 +164,13 @@ def _with_room(
 def _with_fewer_recomputed(
     chosen: Candidate, steps_s: np.ndarray, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
 ) -> Candidate:
-    """The chosen plan, whose steps take `steps_s`, with fewer recomputed layers if its scheduled batches then fit. If
-    replicas share samples, that brought nothing, and of large batches it is not tried."""
+    """The chosen plan, whose steps take `steps_s`, with fewer recomputed layers if its scheduled batches then fit. Of
+    large batches it is not tried."""
     is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    is_large, shares = config.train.global_batch_size > _MOST_SAMPLES, chosen.plan.grid("llm").cp > 1
-    if is_pinned or is_large or shares or not chosen.plan.checkpointing:
+    if is_pinned or config.train.global_batch_size > _MOST_SAMPLES or not chosen.plan.checkpointing:
         return chosen
     about, trained = (config, spec, costs), config.model.trained.among(spec.modules)
-    pricer = PlanPricer(chosen.plan, *about, GroupedBatches(*about, samples, 1), LPT)
+    pricer = PlanPricer(chosen.plan, *about, GroupedBatches(*about, samples, chosen.plan.grid("llm").cp), LPT)
     plans = list(with_fewer_recomputed(chosen.plan, spec, trained, spares_attention=pricer.spares_attention))
     with _scheduler(chosen.plan, *about, samples).open() as scheduler:
         fullest = scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[0])
@@ -187,23 +186,30 @@ def _with_fewer_recomputed(
                 break
             num_fitting += 1
     for plan in reversed(plans[max(0, num_fitting - _MOST_SCHEDULED) : num_fitting]):
-        fewer = pricer.recomputing(plan).candidate()
         with suppress(UserError):
-            if _steps_s(fewer, None, *about, samples).mean() < steps_s.mean():
-                memory_bytes = _scheduled_bytes(plan, *about, samples)  # in the search's groups some may not fit
+            step_s, memory_bytes = _scheduled(plan, *about, samples)
+            if step_s < steps_s.mean():
+                fewer = pricer.recomputing(plan).candidate()
                 bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
+                # In the search's groups some batches may not fit.
                 return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
     return chosen
 
 
-def _scheduled_bytes(
+def _scheduled(
     plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> dict[str, float]:
-    """By module, the peak bytes of its fullest rank over the scheduled batches."""
+) -> tuple[float, dict[str, float]]:
+    """The mean step time of the scheduled batches, and by module the peak bytes of its fullest rank over them.
+
+    Raises:
+        UserError: where the batches of the first steps do not fit into memory.
+    """
     with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
-        schedules = map(scheduler.schedule, range(_NUM_BATCHES))
+        _require_fit(scheduler)
+        schedules = [scheduler.schedule(step) for step in range(_NUM_BATCHES)]
         peaks = [scheduler.pricer.memory_bytes(own.shapes, own.assignment) for own in schedules]
-    return {module: max(own[module] for own in peaks) for module in peaks[0]}
+    step_s = float(np.mean([own.step_s for own in schedules]))
+    return step_s, {module: max(own[module] for own in peaks) for module in peaks[0]}
 
 
 def _holds_all(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:

@@ -72,12 +72,13 @@ def test_a_plan_whose_batches_fit_in_no_schedule_gets_more_recomputed_layers(sea
             scheduler.check(200)
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize(("is_pinned", "cp"), [(False, 1), (True, 1), (False, 2)])
 def test_the_chosen_plan_recomputes_no_layer_that_its_scheduled_batches_have_room_for(
-    search, tiny_spec, costs, samples, is_pinned
+    search, tiny_spec, costs, samples, is_pinned, cp
 ):
-    found = search(make_config(4, 8))
+    found = search(make_config(4, 8, cp_sizes=[cp]))
     plain = next(own for own in found.candidates if not own.plan.checkpointing)
+    assert plain.plan.grid("llm").cp == cp
     everything = replace(plain, plan=replace(plain.plan, checkpointing=True), bottleneck="memory")
     most_gib = max(plain.memory_bytes.values()) / 2**30
     pins = {"fixed": {"checkpointing": True}} if is_pinned else {}
