@@ -1,5 +1,8 @@
 """Packed attention alone: right for every head size and number of segments, and as fast as on one long segment."""
 
+import itertools
+from functools import partial
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -31,6 +34,7 @@ def alone(setting: Setting) -> Figures:
 def _alone(setting: Setting, device: torch.device) -> Figures:
     figures: Figures = {}
     num_tokens = 64 if setting.is_tiny else 8192
+    repeats = 1 if setting.is_tiny else 10
     counts = [count for count in _NUM_SEGMENTS if count <= num_tokens // 2]
     for kernel in attention_kernels(setting.device):
         for num_heads, num_kv_heads, head_size, is_causal in _HEADS[:1] if setting.is_fast else _HEADS:
@@ -50,7 +54,10 @@ def _alone(setting: Setting, device: torch.device) -> Figures:
                 )
                 figures[f"output of a sample in two runs, {name}"] = _apart(ours[:1], exact[:1])
                 figures[f"gradients of a sample in two runs, {name}"] = _apart(ours[1:], exact[1:])
-            ratio = _seconds_beside(drawn, is_causal, device, repeats=1 if setting.is_tiny else 10)
+                for degree in (2, 8):
+                    over = _share_over_part(drawn, 8, degree, repeats)
+                    figures[f"seconds of a share over its part of the sample, one of {degree}, {name}"] = over
+            ratio = _seconds_beside(drawn, is_causal, device, repeats)
             figures[f"seconds beside SDPA's on one segment, {name}"] = ratio
     return figures
 
@@ -73,14 +80,30 @@ def _ends(num_tokens: int, count: int) -> list[int]:
 def _as_two_runs(num_tokens: int, device: torch.device) -> SegmentEnds:
     """One sample as two runs of queries, as shares have them: the second attends to more keys than it has queries."""
     first = num_tokens // 4
-    none = Exchange(rows=torch.arange(0), num_sent=(0,), num_received=(0,))
+    return _runs([first, num_tokens - first], [first, num_tokens], device)
+
+
+def _runs(lengths: list[int], ends: list[int], device: torch.device) -> SegmentEnds:
+    """Runs of queries of these lengths, of one sample; each attends to all keys up to its end, which are all here."""
     keys = SharedKeys(
-        queries=SegmentEnds([first, num_tokens]),
-        keys=SegmentEnds([first, first + num_tokens]),
-        rows=torch.cat([torch.arange(first), torch.arange(num_tokens)]),
-        exchange=none,
+        queries=SegmentEnds(list(itertools.accumulate(lengths))),
+        keys=SegmentEnds(list(itertools.accumulate(ends))),
+        rows=torch.cat([torch.arange(end) for end in ends]),
+        exchange=Exchange(rows=torch.arange(0), num_sent=(0,), num_received=(0,)),
     )
-    return SegmentEnds([num_tokens], keys=keys).to(device)
+    return SegmentEnds([sum(lengths)], keys=keys).to(device)
+
+
+def _share_over_part(drawn: list[torch.Tensor], times: int, degree: int, repeats: int) -> float:
+    """Seconds of one of `degree` shares of a sample, forward and backward, over as large a part of the whole sample's.
+    The sample is `drawn`, `times` over; the share has its first run and its last."""
+    whole = [own.detach().repeat(1, 1, times, 1).requires_grad_() for own in drawn]
+    num_tokens, device = whole[0].shape[2], whole[0].device
+    run = num_tokens // (2 * degree)
+    share = [whole[0][:, :, : 2 * run].detach().clone().requires_grad_(), *whole[1:]]
+    pairs = (share, _runs([run, run], [run, num_tokens], device)), (whole, SegmentEnds([num_tokens]).to(device))
+    share_s, whole_s = (seconds_of(partial(_passes, *pair, is_causal=True), device, repeats) for pair in pairs)
+    return share_s * degree / whole_s
 
 
 def _passes(tensors: list[torch.Tensor], ends: SegmentEnds, is_causal: bool) -> list[torch.Tensor]:
