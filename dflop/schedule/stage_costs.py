@@ -189,32 +189,31 @@ class StageCosts:
         return self._resident(stage).optimizer if self.plan.offloads_optimizer else 0.0
 
     def _resident(self, stage: StageReplicas, **how: bool) -> Resident:
-        num_shards = self.plan.grid(stage.module).num_shards
         both = self.costs.trained_and_frozen_bytes(self.kind(stage))
-        return resident_parts(*both, stage.dp, value_bytes=self._value_bytes, num_shards=num_shards, **how)
+        return resident_parts(*both, stage.dp, **self._sharing(stage), **how)
 
     def sync_bytes(self, stage: StageReplicas) -> float:
         """Bytes that a sync of the stage's gradients moves (`costs.sync_bytes`)."""
-        num_shards = self.plan.grid(stage.module).num_shards
         trained_bytes, _ = self.costs.trained_and_frozen_bytes(self.kind(stage))
-        return float(sync_bytes(trained_bytes, value_bytes=self._value_bytes, num_shards=num_shards))
+        return float(sync_bytes(trained_bytes, **self._sharing(stage)))
 
     def update_s(self, stage: StageReplicas) -> float:
         """Seconds of the optimiser's step on the rank's share of the stage, without copies of an offloaded state."""
-        num_shards = self.plan.grid(stage.module).num_shards
         trained_bytes, _ = self.costs.trained_and_frozen_bytes(self.kind(stage))
-        how = {"value_bytes": self._value_bytes, "num_shards": num_shards}
-        return update_bytes(trained_bytes, stage.dp, **how) / self.costs.update_bytes_per_s
+        return update_bytes(trained_bytes, stage.dp, **self._sharing(stage)) / self.costs.update_bytes_per_s
 
     def hidden_sync_shares(self, stage: StageReplicas) -> tuple[float, float]:
         """The shares of the stage's gradient sync that may run beside its last backward, and beside its first forward
         (`costs.hidden_sync_shares`)."""
-        kind, num_shards = self.kind(stage), self.plan.grid(stage.module).num_shards
+        kind = self.kind(stage)
         if kind not in self._hidden_shares:
-            how = {"value_bytes": self._value_bytes, "num_shards": num_shards}
-            early, late = hidden_sync_shares(self.costs, kind, **how)
+            early, late = hidden_sync_shares(self.costs, kind, **self._sharing(stage))
             self._hidden_shares[kind] = float(early), float(late)
         return self._hidden_shares[kind]
+
+    def _sharing(self, stage: StageReplicas) -> dict[str, int]:
+        """Bytes of a parameter's value, and the number of replicas that share the stage's parameters."""
+        return {"value_bytes": self._value_bytes, "num_shards": self.plan.grid(stage.module).num_shards}
 
     def additive_loads_s(self, module: str, loads: Loads, *, least: bool = False) -> np.ndarray:
         """Seconds that each sample adds to each pipeline rank, [pp, num_samples].
