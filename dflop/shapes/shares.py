@@ -9,15 +9,15 @@ The scheduler, the loaders and the ranks all follow this file, so that each know
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from dflop.config import AudioConfig, DataConfig
-from dflop.models import ItemCount, ModelSpec
+from dflop.models import ItemCount, ModelSpec, ModuleSpec, ShapeRules
 from dflop.shapes.reader import MediumShape, MediumSize, ShapeReader
 from dflop.shapes.samples import SampleShapes, run_bounds
 
@@ -88,10 +88,7 @@ class SampleDivider:
     """Divides samples into shares, by the model's rules."""
 
     def __init__(self, spec: ModelSpec, audio: AudioConfig) -> None:
-        self._encoders = spec.encoders
-        self._reader = ShapeReader(spec.rules, DataConfig(audio=audio))
-        # A scheduler tries several degrees, of which most samples have the same.
-        self._encoded = lru_cache(maxsize=4096)(self._shares_of)
+        self._encoded = _encoded(spec.encoders, spec.rules, audio)
 
     def divided(self, shapes: SampleShapes, degree: np.ndarray) -> SampleShapes:
         """The shapes with `degree` rows for each sample, [num_samples]: those of its shares, one after the other. All
@@ -132,20 +129,31 @@ class SampleDivider:
                     if made.sum_sq_items is not None:
                         made.sum_sq_items[row, column] = share.sum_sq_items
 
-    def _shares_of(self, media: Sequence[tuple[int, ...]], degree: int) -> list[list[ItemCount]]:
-        """What each share of a sample with media of these sizes (`MediaSizes`) encodes, by encoder."""
-        sizes = [MediumSize(*size) for size in media]
-        kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
-        num_images = kinds.count("image")
-        shapes = [self._reader.stored(kind, size, num_images) for kind, size in zip(kinds, sizes, strict=True)]
-        found = []
-        for encoder in self._encoders:
-            counts = (
-                [piece.of(shapes[piece.medium]).count for piece in own]
-                for own in pieces_of(shapes, encoder.media, degree)
-            )
-            found.append([_sum_of(own) for own in counts])
-        return found
+
+@lru_cache(maxsize=8)
+def _encoded(
+    encoders: tuple[ModuleSpec, ...], rules: ShapeRules, audio: AudioConfig
+) -> Callable[[tuple[tuple[int, ...], ...], int], list[list[ItemCount]]]:
+    """`_shares_of`, which remembers: a scheduler tries several degrees, of which most samples have the same, and of
+    each batch a choice among plans tries many schedules."""
+    return lru_cache(maxsize=16384)(partial(_shares_of, encoders, ShapeReader(rules, DataConfig(audio=audio))))
+
+
+def _shares_of(
+    encoders: Sequence[ModuleSpec], reader: ShapeReader, media: Sequence[tuple[int, ...]], degree: int
+) -> list[list[ItemCount]]:
+    """What each share of a sample with media of these sizes (`MediaSizes`) encodes, by encoder."""
+    sizes = [MediumSize(*size) for size in media]
+    kinds = ["video" if size.num_frames else "audio" if size.num_samples else "image" for size in sizes]
+    num_images = kinds.count("image")
+    shapes = [reader.stored(kind, size, num_images) for kind, size in zip(kinds, sizes, strict=True)]
+    found = []
+    for encoder in encoders:
+        counts = (
+            [piece.of(shapes[piece.medium]).count for piece in own] for own in pieces_of(shapes, encoder.media, degree)
+        )
+        found.append([_sum_of(own) for own in counts])
+    return found
 
 
 def _sum_of(counts: Sequence[ItemCount]) -> ItemCount:
