@@ -16,7 +16,7 @@ samples, then as if devices had less memory.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -63,18 +63,18 @@ def with_finalists_scheduled(
     Where no plan is found that holds them all, the one with the least price is chosen, and `trouble` says what does not
     fit: a run of few steps may never draw it.
     """
-    about = config, spec, costs, samples
-    if chosen := _chosen(found, *about):
+    choice = _Choice(config, spec, costs, samples)
+    if chosen := choice.among(found):
         return chosen
     for narrower in _narrower(config, found):
         try:
-            found_there = search_plans(narrower, *about[1:])
+            found_there = search_plans(narrower, spec, costs, samples)
         except UserError:  # nothing fits
             continue
-        if chosen := _chosen(found_there, *about):
+        if chosen := choice.among(found_there):
             return replace(chosen, larger=found.larger, with_more=None)
     try:
-        _steps_s(found.best, None, *about)
+        choice.steps_s(found.best.plan, None)
     except UserError as error:
         return replace(found, trouble=str(error))
     return found
@@ -90,38 +90,6 @@ def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
         yield with_value(config, "cluster.memory_gib", part * config.cluster.memory_gib)
 
 
-def _chosen(
-    found: SearchResult, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> SearchResult | None:
-    """The result with its choice made; None where no finalist's batches fit."""
-    about = config, spec, costs, samples
-    finalists, is_large = _finalists(found), config.train.global_batch_size > _MOST_SAMPLES
-    shares = found.best.plan.grid("llm").cp > 1
-    if is_large and not shares:
-        finalists = finalists[:1]
-    if len(finalists) < 2 and not shares and (is_large or not found.best.plan.checkpointing):
-        with suppress(UserError), _scheduler(found.best.plan, *about).open() as scheduler:
-            _require_fit(scheduler)
-            return found
-    chosen, steps_s = None, None
-    for alike in finalists:
-        for candidate in alike[:_MOST_ALIKE]:
-            roomy, its_steps_s = _with_room(candidate, steps_s, *about)
-            if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
-                chosen, steps_s = roomy, its_steps_s
-            if its_steps_s is None:
-                continue
-            if roomy is candidate or its_steps_s.mean() > (1 + _CLEARLY) * steps_s.mean():
-                break
-    if chosen is None:
-        return None
-    priced, chosen = chosen, _with_fewer_recomputed(chosen, steps_s, *about)
-    candidates = [candidate for candidate in found.candidates if chosen is priced or candidate is not priced]
-    candidates += [] if chosen in candidates else [chosen]
-    candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
-    return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
-
-
 def _finalists(found: SearchResult) -> list[list[Candidate]]:
     """The plans with nearly the least price, those that train the LLM alike together, the ones with least price
     first."""
@@ -132,124 +100,149 @@ def _finalists(found: SearchResult) -> list[list[Candidate]]:
     return list(by_way.values())[:NUM_FINALISTS]
 
 
-def _with_room(
-    candidate: Candidate,
-    best_s: np.ndarray | None,
-    config: Config,
-    spec: ModelSpec,
-    costs: CostModel,
-    samples: SampleShapes,
-) -> tuple[Candidate, np.ndarray | None]:
-    """The candidate and its `_steps_s`. If its batches do not fit into memory, it gets more recomputed layers until
-    they do; None where that does not help."""
-    about = config, spec, costs
-    with suppress(UserError):
-        return candidate, _steps_s(candidate, best_s, *about, samples)
-    if config.plan.fixed is not None and config.plan.fixed.checkpointing is not None:
+class _Choice:
+    """The choice between plans for one run, by its first batches."""
+
+    def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
+        self._config, self._samples, self._about = config, samples, (config, spec, costs)
+        self._trained = config.model.trained.among(spec.modules)
+        self._batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
+        self._is_large = config.train.global_batch_size > _MOST_SAMPLES
+
+    def among(self, found: SearchResult) -> SearchResult | None:
+        """The result with its choice made; None where no finalist's batches fit."""
+        finalists, shares = _finalists(found), found.best.plan.grid("llm").cp > 1
+        if self._is_large and not shares:
+            finalists = finalists[:1]
+        if len(finalists) < 2 and not shares and (self._is_large or not found.best.plan.checkpointing):
+            with suppress(UserError), self._scheduler(found.best.plan) as scheduler:
+                _require_fit(scheduler)
+                return found
+        chosen, steps_s = None, None
+        for alike in finalists:
+            for candidate in alike[:_MOST_ALIKE]:
+                roomy, its_steps_s = self._with_room(candidate, steps_s)
+                if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
+                    chosen, steps_s = roomy, its_steps_s
+                if its_steps_s is None:
+                    continue
+                if roomy is candidate or its_steps_s.mean() > (1 + _CLEARLY) * steps_s.mean():
+                    break
+        if chosen is None:
+            return None
+        priced, chosen = chosen, self._with_fewer_recomputed(chosen, steps_s)
+        candidates = [candidate for candidate in found.candidates if chosen is priced or candidate is not priced]
+        candidates += [] if chosen in candidates else [chosen]
+        candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
+        return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
+
+    def _with_room(self, candidate: Candidate, best_s: np.ndarray | None) -> tuple[Candidate, np.ndarray | None]:
+        """The candidate and its `steps_s`. If its batches do not fit into memory, it gets more recomputed layers until
+        they do; None where that does not help."""
+        with suppress(UserError):
+            return candidate, self.steps_s(candidate.plan, best_s)
+        if self._pins_recomputed:
+            return candidate, None
+        pricer = self._pricer(candidate.plan)
+        how = {"spares_attention": pricer.spares_attention}
+        more, plans = candidate.plan, []
+        while not plans or more != plans[-1]:
+            plans.append(more)
+            more = with_more_recomputed(more, self._about[1], self._trained, **how)
+        for plan in plans[1:] if self._holds_all(plans[-1]) else ():
+            roomy = replace(pricer.recomputing(plan).candidate(), bottleneck="memory")
+            with suppress(UserError):
+                return roomy, self.steps_s(plan, best_s)
         return candidate, None
-    trained = config.model.trained.among(spec.modules)
-    cp = candidate.plan.grid("llm").cp
-    pricer = PlanPricer(candidate.plan, *about, GroupedBatches(*about, samples, cp), LPT)
-    more, plans = candidate.plan, []
-    while not plans or more != plans[-1]:
-        plans.append(more)
-        more = with_more_recomputed(more, spec, trained, spares_attention=pricer.spares_attention)
-    for plan in plans[1:] if _holds_all(plans[-1], *about, samples) else ():
-        roomy = replace(pricer.recomputing(plan).candidate(), bottleneck="memory")
-        with suppress(UserError):
-            return roomy, _steps_s(roomy, best_s, *about, samples)
-    return candidate, None
 
+    def _with_fewer_recomputed(self, chosen: Candidate, steps_s: np.ndarray) -> Candidate:
+        """The chosen plan, whose steps take `steps_s`, with fewer recomputed layers if its scheduled batches then fit.
+        Of large batches it is not tried."""
+        if self._pins_recomputed or self._is_large or not chosen.plan.checkpointing:
+            return chosen
+        pricer = self._pricer(chosen.plan)
+        how = {"spares_attention": pricer.spares_attention}
+        plans = list(with_fewer_recomputed(chosen.plan, self._about[1], self._trained, **how))
+        with self._scheduler(chosen.plan) as scheduler:
+            fullest = scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[0])
 
-def _with_fewer_recomputed(
-    chosen: Candidate, steps_s: np.ndarray, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> Candidate:
-    """The chosen plan, whose steps take `steps_s`, with fewer recomputed layers if its scheduled batches then fit. Of
-    large batches it is not tried."""
-    is_pinned = config.plan.fixed is not None and config.plan.fixed.checkpointing is not None
-    if is_pinned or config.train.global_batch_size > _MOST_SAMPLES or not chosen.plan.checkpointing:
+            def lacks_room(plan: Plan) -> bool:
+                return not scheduler.priced_by(pricer_of(plan, *self._about)).holds_quickly(fullest)
+
+            num_fitting = bisect_left(plans, True, key=lacks_room)
+            for plan in plans[num_fitting : num_fitting + _MOST_FEWER]:
+                try:
+                    scheduler.priced_by(pricer_of(plan, *self._about)).check(
+                        _MOST_STEPS, _NUM_FULLEST[0], searches=False
+                    )
+                except UserError:
+                    break
+                num_fitting += 1
+        for plan in reversed(plans[max(0, num_fitting - _MOST_SCHEDULED) : num_fitting]):
+            with suppress(UserError):
+                step_s, memory_bytes = self._scheduled(plan)
+                if step_s < steps_s.mean():
+                    fewer = pricer.recomputing(plan).candidate()
+                    bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
+                    # In the search's groups some batches may not fit.
+                    return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
         return chosen
-    about, trained = (config, spec, costs), config.model.trained.among(spec.modules)
-    pricer = PlanPricer(chosen.plan, *about, GroupedBatches(*about, samples, chosen.plan.grid("llm").cp), LPT)
-    plans = list(with_fewer_recomputed(chosen.plan, spec, trained, spares_attention=pricer.spares_attention))
-    with _scheduler(chosen.plan, *about, samples).open() as scheduler:
-        fullest = scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[0])
 
-        def lacks_room(plan: Plan) -> bool:
-            return not scheduler.priced_by(pricer_of(plan, *about)).holds_quickly(fullest)
+    def _scheduled(self, plan: Plan) -> tuple[float, dict[str, float]]:
+        """The mean step time of the scheduled batches, and by module the peak bytes of its fullest rank over them.
 
-        num_fitting = bisect_left(plans, True, key=lacks_room)
-        for plan in plans[num_fitting : num_fitting + _MOST_FEWER]:
+        Raises:
+            UserError: where the batches of the first steps do not fit into memory.
+        """
+        with self._scheduler(plan) as scheduler:
+            _require_fit(scheduler)
+            schedules = [scheduler.schedule(step) for step in range(_NUM_BATCHES)]
+            peaks = [scheduler.pricer.memory_bytes(own.shapes, own.assignment) for own in schedules]
+        step_s = float(np.mean([own.step_s for own in schedules]))
+        return step_s, {module: max(own[module] for own in peaks) for module in peaks[0]}
+
+    def _holds_all(self, plan: Plan) -> bool:
+        """Whether the batches of the first steps fit into memory, as `_require_fit` says."""
+        with self._scheduler(plan) as scheduler:
             try:
-                scheduler.priced_by(pricer_of(plan, *about)).check(_MOST_STEPS, _NUM_FULLEST[0], searches=False)
+                _require_fit(scheduler)
             except UserError:
-                break
-            num_fitting += 1
-    for plan in reversed(plans[max(0, num_fitting - _MOST_SCHEDULED) : num_fitting]):
-        with suppress(UserError):
-            step_s, memory_bytes = _scheduled(plan, *about, samples)
-            if step_s < steps_s.mean():
-                fewer = pricer.recomputing(plan).candidate()
-                bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
-                # In the search's groups some batches may not fit.
-                return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
-    return chosen
+                return False
+        return True
 
+    def steps_s(self, plan: Plan, best_s: np.ndarray | None) -> np.ndarray:
+        """The step times of scheduled batches, [_NUM_BATCHES], or [1] of large ones. Where the first is clearly longer
+        than that of the best plan so far, `best_s`, the others are taken to be as much longer.
 
-def _scheduled(
-    plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes
-) -> tuple[float, dict[str, float]]:
-    """The mean step time of the scheduled batches, and by module the peak bytes of its fullest rank over them.
+        Raises:
+            UserError: where they do not fit into memory, or where they are shorter than `best_s` and other batches do
+                not.
+        """
+        checks_first = best_s is None or (plan.grid("llm").cp > 1 and not self._is_large)  # then faster than searches
+        with self._scheduler(plan) as scheduler:
+            if checks_first:
+                _require_fit(scheduler)
+            first_s = scheduler.schedule(0).step_s
+            if best_s is not None and first_s > (1 + _CLEARLY) * best_s[0]:
+                return best_s * (first_s / best_s[0])
+            others = range(1, 1 if self._is_large else _NUM_BATCHES)
+            steps_s = np.array([first_s, *(scheduler.schedule(step).step_s for step in others)])
+            if not checks_first and steps_s.mean() < best_s.mean():
+                _require_fit(scheduler)
+        return steps_s
 
-    Raises:
-        UserError: where the batches of the first steps do not fit into memory.
-    """
-    with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
-        _require_fit(scheduler)
-        schedules = [scheduler.schedule(step) for step in range(_NUM_BATCHES)]
-        peaks = [scheduler.pricer.memory_bytes(own.shapes, own.assignment) for own in schedules]
-    step_s = float(np.mean([own.step_s for own in schedules]))
-    return step_s, {module: max(own[module] for own in peaks) for module in peaks[0]}
+    @property
+    def _pins_recomputed(self) -> bool:
+        fixed = self._config.plan.fixed
+        return fixed is not None and fixed.checkpointing is not None
 
+    def _pricer(self, plan: Plan) -> PlanPricer:
+        batches = GroupedBatches(*self._about, self._samples, plan.grid("llm").cp)
+        return PlanPricer(plan, *self._about, batches, LPT)
 
-def _holds_all(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> bool:
-    """Whether the batches of the first steps fit into memory, as `_require_fit` says."""
-    with _scheduler(plan, config, spec, costs, samples).open() as scheduler:
-        try:
-            _require_fit(scheduler)
-        except UserError:
-            return False
-    return True
-
-
-def _steps_s(
-    candidate: Candidate,
-    best_s: np.ndarray | None,
-    config: Config,
-    spec: ModelSpec,
-    costs: CostModel,
-    samples: SampleShapes,
-) -> np.ndarray:
-    """The step times of scheduled batches, [_NUM_BATCHES], or [1] of large ones. Where the first is clearly longer than
-    that of the best plan so far, `best_s`, the others are taken to be as much longer.
-
-    Raises:
-        UserError: where they do not fit into memory, or where they are shorter than `best_s` and other batches do not.
-    """
-    is_large = config.train.global_batch_size > _MOST_SAMPLES
-    shares = candidate.plan.grid("llm").cp > 1
-    checks_first = best_s is None or (shares and not is_large)  # which then takes less time than the searches
-    with _scheduler(candidate.plan, config, spec, costs, samples).open() as scheduler:
-        if checks_first:
-            _require_fit(scheduler)
-        first_s = scheduler.schedule(0).step_s
-        if best_s is not None and first_s > (1 + _CLEARLY) * best_s[0]:
-            return best_s * (first_s / best_s[0])
-        others = range(1, 1 if is_large else _NUM_BATCHES)
-        steps_s = np.array([first_s, *(scheduler.schedule(step).step_s for step in others)])
-        if not checks_first and steps_s.mean() < best_s.mean():
-            _require_fit(scheduler)
-    return steps_s
+    def _scheduler(self, plan: Plan) -> AbstractContextManager[BatchScheduler]:
+        pricer, schedule = pricer_of(plan, *self._about), ScheduleConfig(policy="search")
+        return BatchScheduler(self._samples, pricer, self._batches, schedule, self._config.seed).open()
 
 
 def _require_fit(scheduler: BatchScheduler) -> None:
@@ -262,9 +255,3 @@ def _require_fit(scheduler: BatchScheduler) -> None:
     shares = scheduler.pricer.plan.grid("llm").cp > 1
     # A search would take longer.
     scheduler.check(_MOST_STEPS, _NUM_FULLEST[is_large] if shares else None, searches=False)
-
-
-def _scheduler(plan: Plan, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> BatchScheduler:
-    pricer = pricer_of(plan, config, spec, costs)
-    batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
-    return BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)
