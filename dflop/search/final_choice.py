@@ -104,7 +104,7 @@ class _Choice:
     """The choice between plans for one run, by its first batches."""
 
     def __init__(self, config: Config, spec: ModelSpec, costs: CostModel, samples: SampleShapes) -> None:
-        self._config, self._samples, self._about = config, samples, (config, spec, costs)
+        self._config, self._spec, self._samples, self._about = config, spec, samples, (config, spec, costs)
         self._trained = config.model.trained.among(spec.modules)
         self._batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
         self._is_large = config.train.global_batch_size > _MOST_SAMPLES
@@ -148,7 +148,7 @@ class _Choice:
         more, plans = candidate.plan, []
         while not plans or more != plans[-1]:
             plans.append(more)
-            more = with_more_recomputed(more, self._about[1], self._trained, **how)
+            more = with_more_recomputed(more, self._spec, self._trained, **how)
         for plan in plans[1:] if self._holds_all(plans[-1]) else ():
             roomy = replace(pricer.recomputing(plan).candidate(), bottleneck="memory")
             with suppress(UserError):
@@ -162,7 +162,7 @@ class _Choice:
             return chosen
         pricer = self._pricer(chosen.plan)
         how = {"spares_attention": pricer.spares_attention}
-        plans = list(with_fewer_recomputed(chosen.plan, self._about[1], self._trained, **how))
+        plans = list(with_fewer_recomputed(chosen.plan, self._spec, self._trained, **how))
         with self._scheduler(chosen.plan) as scheduler:
             fullest = scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[0])
 

@@ -126,10 +126,13 @@ def scheduled_s(
 
 
 def print_row(about: dict) -> None:
-    gains = [row["usual_s"] / row["priced_s"] - 1 for row in about["rows"]]
+    holding = [row for row in about["rows"] if np.isfinite(row["long_s"])]
+    ratios = [row["usual_s"] / row["priced_s"] for row in holding]
+    following = [row["long_s"] / about["chosen"]["long_s"] - 1 for row in holding if row is not about["chosen"]]
     print(
-        f"{about['model']:<14} {about['mix']:<11} {about['devices']:>3} devices: regret {about['regret']:6.2%} of "
-        f"{about['num_plans']} plans; scheduled over priced {min(gains):+.1%} to {max(gains):+.1%}; search "
+        f"{about['model']:<14} {about['mix']:<11} {about['devices']:>3} devices: regret {about['regret']:.2%}, the "
+        f"next plan {min(following, default=np.nan):+.2%}, of {len(holding)} that hold all batches of "
+        f"{about['num_plans']}; scheduled over priced {min(ratios):.3f} to {max(ratios):.3f}; search "
         f"{about['search_s']:.1f} s of a core"
     )
     for name in ("chosen", "best"):

@@ -20,6 +20,8 @@ __all__ = ["alone"]
 # vision, InternViT-6B.
 _HEADS = ((28, 4, 128, True), (16, 16, 72, False), (16, 16, 64, False), (16, 16, 80, False), (25, 25, 128, False))
 _NUM_SEGMENTS = (1, 8, 64, 512, 4000)
+# The sample whose shares are timed is so many times as long as the one on which attention is right.
+_TIMES_LONGER = 8
 
 
 def alone(setting: Setting) -> Figures:
@@ -55,7 +57,7 @@ def _alone(setting: Setting, device: torch.device) -> Figures:
                 figures[f"output of a sample in two runs, {name}"] = _apart(ours[:1], exact[:1])
                 figures[f"gradients of a sample in two runs, {name}"] = _apart(ours[1:], exact[1:])
                 for degree in (2, 8):
-                    over = _share_over_part(drawn, 8, degree, repeats)
+                    over = _share_over_part(drawn, degree, repeats)
                     figures[f"seconds of a share over its part of the sample, one of {degree}, {name}"] = over
             ratio = _seconds_beside(drawn, is_causal, device, repeats)
             figures[f"seconds beside SDPA's on one segment, {name}"] = ratio
@@ -94,10 +96,10 @@ def _runs(lengths: list[int], ends: list[int], device: torch.device) -> SegmentE
     return SegmentEnds([sum(lengths)], keys=keys).to(device)
 
 
-def _share_over_part(drawn: list[torch.Tensor], times: int, degree: int, repeats: int) -> float:
+def _share_over_part(drawn: list[torch.Tensor], degree: int, repeats: int) -> float:
     """Seconds of one of `degree` shares of a sample, forward and backward, over as large a part of the whole sample's.
-    The sample is `drawn`, `times` over; the share has its first run and its last."""
-    whole = [own.detach().repeat(1, 1, times, 1).requires_grad_() for own in drawn]
+    The sample is `drawn`, `_TIMES_LONGER` over; the share has its first run and its last."""
+    whole = [own.detach().repeat(1, 1, _TIMES_LONGER, 1).requires_grad_() for own in drawn]
     num_tokens, device = whole[0].shape[2], whole[0].device
     run = num_tokens // (2 * degree)
     share = [whole[0][:, :, : 2 * run].detach().clone().requires_grad_(), *whole[1:]]
