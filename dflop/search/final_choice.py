@@ -8,16 +8,18 @@ Where that one needs more recomputed layers to fit, and still is among the faste
 
 A plan is only chosen once the batches of the first steps fit, with more recomputed layers if need be. They may
 need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
-so may count too little of it. Scheduled batches may also need less than those that price a plan: the chosen one then
-recomputes fewer layers. Where no finalist is left, plans are searched again in which fewer replicas share
-samples, then as if devices had less memory.
+so may count too little of it. Scheduled batches may also need less than those that price a plan. So the fastest
+finalists, and plans that train the LLM as these do, are compared with no layer recomputed that scheduled batches have
+room for. Where no finalist is left, plans are searched again in which fewer replicas share samples, then as if
+devices had less memory.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -47,6 +49,9 @@ _MOST_STEPS, _NUM_FULLEST = 200, (4, 2)
 _MOST_ALIKE = 3
 # Plans with fewer recomputed layers are looked at beyond the last whose fullest batches fit at once, and scheduled.
 _MOST_FEWER, _MOST_SCHEDULED = 3, 2
+# Of so many of the fastest finalists fewer recomputed layers are looked for, where by prices they bring this part of
+# the step.
+_MOST_REFINED, _LEAST_GAIN = 4, 0.001
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
@@ -100,6 +105,16 @@ def _finalists(found: SearchResult) -> list[list[Candidate]]:
     return list(by_way.values())[:NUM_FINALISTS]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Finalist:
+    """A finalist with its mean step: of scheduled batches, or where `is_expected`, as much longer than that of a plan
+    that trains the LLM alike as it is priced."""
+
+    candidate: Candidate
+    step_s: float
+    is_expected: bool = False
+
+
 class _Choice:
     """The choice between plans for one run, by its first batches."""
 
@@ -108,33 +123,57 @@ class _Choice:
         self._trained = config.model.trained.among(spec.modules)
         self._batches = GlobalBatches.of(samples, config.train.global_batch_size, config.seed)
         self._is_large = config.train.global_batch_size > _MOST_SAMPLES
+        self._divided = cache(partial(GroupedBatches, *self._about, samples))
 
     def among(self, found: SearchResult) -> SearchResult | None:
         """The result with its choice made; None where no finalist's batches fit."""
         finalists, shares = _finalists(found), found.best.plan.grid("llm").cp > 1
         if self._is_large and not shares:
             finalists = finalists[:1]
-        if len(finalists) < 2 and not shares and (self._is_large or not found.best.plan.checkpointing):
+        may_recompute_less = not self._is_large and any(own.plan.checkpointing for own in finalists[0])
+        if len(finalists) < 2 and not shares and not may_recompute_less:
             with suppress(UserError), self._scheduler(found.best.plan) as scheduler:
                 _require_fit(scheduler)
                 return found
-        chosen, steps_s = None, None
-        for alike in finalists:
-            for candidate in alike[:_MOST_ALIKE]:
-                roomy, its_steps_s = self._with_room(candidate, steps_s)
-                if its_steps_s is not None and (steps_s is None or its_steps_s.mean() < steps_s.mean()):
-                    chosen, steps_s = roomy, its_steps_s
-                if its_steps_s is None:
-                    continue
-                if roomy is candidate or its_steps_s.mean() > (1 + _CLEARLY) * steps_s.mean():
-                    break
-        if chosen is None:
+        scheduled = self._with_steps(finalists)
+        if not scheduled:
             return None
-        priced, chosen = chosen, self._with_fewer_recomputed(chosen, steps_s)
-        candidates = [candidate for candidate in found.candidates if chosen is priced or candidate is not priced]
+        best, chosen = self._fastest(scheduled)
+        candidates = [own for own in found.candidates if own is not best.candidate or own is chosen]
         candidates += [] if chosen in candidates else [chosen]
         candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
         return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
+
+    def _with_steps(self, finalists: list[list[Candidate]]) -> list[_Finalist]:
+        """The finalists that hold their batches, with their steps."""
+        best_s, scheduled = None, []
+        for alike in finalists:
+            last, left = None, iter(alike[:_MOST_ALIKE])
+            for candidate in left:
+                roomy, steps_s = self._with_room(candidate, best_s)
+                if steps_s is None:
+                    continue
+                best_s = steps_s if best_s is None or steps_s.mean() < best_s.mean() else best_s
+                last = _Finalist(candidate=roomy, step_s=float(steps_s.mean()))
+                scheduled.append(last)
+                if roomy is candidate or steps_s.mean() > (1 + _CLEARLY) * best_s.mean():
+                    break
+            for other in left if last else ():
+                step_s = other.step_s / last.candidate.step_s * last.step_s
+                scheduled.append(_Finalist(candidate=other, step_s=step_s, is_expected=True))
+        return scheduled
+
+    def _fastest(self, scheduled: list[_Finalist]) -> tuple[_Finalist, Candidate]:
+        """The fastest of the finalists once none recomputes a layer that its batches have room for, and its plan."""
+        best = min((own for own in scheduled if not own.is_expected), key=lambda own: own.step_s)
+        chosen, least_s = best.candidate, best.step_s
+        for finalist in sorted(scheduled, key=lambda own: own.step_s)[:_MOST_REFINED]:
+            if finalist.step_s > (1 + _CLEARLY) * best.step_s:
+                break
+            fewer = self._with_fewer_recomputed(finalist, least_s)
+            if fewer is not None:
+                (chosen, least_s), best = fewer, finalist
+        return best, chosen
 
     def _with_room(self, candidate: Candidate, best_s: np.ndarray | None) -> tuple[Candidate, np.ndarray | None]:
         """The candidate and its `steps_s`. If its batches do not fit into memory, it gets more recomputed layers until
@@ -155,21 +194,32 @@ class _Choice:
                 return roomy, self.steps_s(plan, best_s)
         return candidate, None
 
-    def _with_fewer_recomputed(self, chosen: Candidate, steps_s: np.ndarray) -> Candidate:
-        """The chosen plan, whose steps take `steps_s`, with fewer recomputed layers if its scheduled batches then fit.
-        Of large batches it is not tried."""
-        if self._pins_recomputed or self._is_large or not chosen.plan.checkpointing:
-            return chosen
-        pricer = self._pricer(chosen.plan)
+    def _with_fewer_recomputed(self, finalist: _Finalist, best_s: float) -> tuple[Candidate, float] | None:
+        """The finalist with fewer recomputed layers and its mean step, if its scheduled batches then fit and take less
+        than `best_s`; None if not. Of large batches it is not tried."""
+        plan = finalist.candidate.plan
+        if self._pins_recomputed or self._is_large or not plan.checkpointing:
+            return None
+        pricer = self._pricer(plan)
         how = {"spares_attention": pricer.spares_attention}
-        plans = list(with_fewer_recomputed(chosen.plan, self._spec, self._trained, **how))
-        with self._scheduler(chosen.plan) as scheduler:
+        plans = list(with_fewer_recomputed(plan, self._spec, self._trained, **how))
+
+        def may_be_faster(number: int) -> bool:
+            """Whether the plan would be clearly the fastest, if it is as much faster than this finalist as priced."""
+            ratio = pricer.recomputing(plans[number]).mean_step_s() / pricer.mean_step_s()
+            return ratio * finalist.step_s < (1 - _LEAST_GAIN) * best_s
+
+        if not may_be_faster(-1):
+            return None
+        with self._scheduler(plan) as scheduler:
             fullest = scheduler.fullest(_MOST_STEPS, _NUM_FULLEST[0])
 
             def lacks_room(plan: Plan) -> bool:
                 return not scheduler.priced_by(pricer_of(plan, *self._about)).holds_quickly(fullest)
 
             num_fitting = bisect_left(plans, True, key=lacks_room)
+            if not may_be_faster(min(num_fitting + _MOST_FEWER, len(plans)) - 1):
+                return None
             for plan in plans[num_fitting : num_fitting + _MOST_FEWER]:
                 try:
                     scheduler.priced_by(pricer_of(plan, *self._about)).check(
@@ -181,12 +231,12 @@ class _Choice:
         for plan in reversed(plans[max(0, num_fitting - _MOST_SCHEDULED) : num_fitting]):
             with suppress(UserError):
                 step_s, memory_bytes = self._scheduled(plan)
-                if step_s < steps_s.mean():
+                if step_s < best_s:
                     fewer = pricer.recomputing(plan).candidate()
                     bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
                     # In the search's groups some batches may not fit.
-                    return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
-        return chosen
+                    return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck), step_s
+        return None
 
     def _scheduled(self, plan: Plan) -> tuple[float, dict[str, float]]:
         """The mean step time of the scheduled batches, and by module the peak bytes of its fullest rank over them.
@@ -237,8 +287,7 @@ class _Choice:
         return fixed is not None and fixed.checkpointing is not None
 
     def _pricer(self, plan: Plan) -> PlanPricer:
-        batches = GroupedBatches(*self._about, self._samples, plan.grid("llm").cp)
-        return PlanPricer(plan, *self._about, batches, LPT)
+        return PlanPricer(plan, *self._about, self._divided(plan.grid("llm").cp), LPT)
 
     def _scheduler(self, plan: Plan) -> AbstractContextManager[BatchScheduler]:
         pricer, schedule = pricer_of(plan, *self._about), ScheduleConfig(policy="search")

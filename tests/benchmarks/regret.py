@@ -27,6 +27,7 @@ from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
 from dflop.search import (
+    Candidate,
     best_first,
     final_choice,
     leave_out_what_no_plan_holds,
@@ -89,10 +90,12 @@ def regret(
     few, best_first._NUM_COMPARED = best_first._NUM_COMPARED, most_plans
     others = search_plans(config, spec, costs, samples, compares=True).candidates
     best_first._NUM_COMPARED = few
-    rows = []
+    rows, choice = [], final_choice._Choice(config, spec, costs, samples)
     most_s = within * found.candidates[0].step_s
     plans = {str(plan.plan): plan for plan in [found.best, *(plan for plan in others if plan.step_s <= most_s)]}
-    for candidate in list(plans.values())[:most_plans]:
+    for number, candidate in enumerate(list(plans.values())[:most_plans]):
+        if number:
+            candidate = refined(choice, candidate)
         usual_s, long_s = (
             scheduled_s(candidate.plan, config, spec, costs, samples, times) for times in (1, TIMES_TRIALS)
         )
@@ -106,6 +109,17 @@ def regret(
         "num_plans": len(rows),
         "rows": rows,
     }
+
+
+def refined(choice: final_choice._Choice, candidate: Candidate) -> Candidate:
+    """The plan with just the layers recomputed that its scheduled batches have no room for, as the chosen one."""
+    candidate, steps_s = choice._with_room(candidate, None)
+    if steps_s is None:
+        return candidate
+    step_s = float(steps_s.mean())
+    finalist = final_choice._Finalist(candidate=candidate, step_s=step_s)
+    fewer = choice._with_fewer_recomputed(finalist, step_s)
+    return fewer[0] if fewer else candidate
 
 
 def scheduled_s(

@@ -13,7 +13,7 @@ from dflop.base.commands import COMMANDS
 from dflop.config import ScheduleConfig, restrict, with_value
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
-from dflop.search.final_choice import _narrower
+from dflop.search.final_choice import _finalists, _narrower
 
 
 def scheduled_s(candidate, config, spec, costs, samples) -> float:
@@ -103,6 +103,24 @@ def test_the_chosen_plan_recomputes_no_layer_that_its_scheduled_batches_have_roo
         if part > 1:
             assert not chosen.best.plan.checkpointing
             assert chosen.best.bottleneck != "memory"
+
+
+def test_of_plans_that_train_the_llm_alike_another_is_chosen_if_it_is_faster_once_it_recomputes_less(
+    search, tiny_spec, costs, samples
+):
+    config = make_config(4, 8)
+    found = search(config)
+    alike = next(alike for alike in _finalists(found) if sum(not own.plan.checkpointing for own in alike) > 1)
+    plain = [own for own in alike if not own.plan.checkpointing]
+    faster, slower = sorted(plain, key=lambda own: scheduled_s(own, config, tiny_spec, costs, samples))[:2]
+    again = replace(faster, plan=replace(faster.plan, checkpointing=True), steps_s=(1.001 * slower.step_s,))
+    assert scheduled_s(again, config, tiny_spec, costs, samples) > scheduled_s(
+        slower, config, tiny_spec, costs, samples
+    )
+    both = replace(found, candidates=[slower, again])
+    chosen = with_finalists_scheduled(both, config, tiny_spec, costs, samples)
+    assert (chosen.best.plan, chosen.num_finalists) == (faster.plan, 1)
+    assert slower in chosen.candidates
 
 
 @pytest.fixture
