@@ -61,21 +61,23 @@ def differencing(loads: np.ndarray, num_buckets: int) -> np.ndarray:
     of the other, until one partition is left.
     """
     ticket = count()
-    heap = []
-    for sample, load in enumerate(loads):
-        sums = np.zeros(num_buckets)
-        sums[0] = load
-        heap.append((-load, next(ticket), sums, [[sample], *([] for _ in range(num_buckets - 1))]))
+    # A partial partition is its buckets that hold something, the largest first: loads beside the least one's, samples.
+    heap = [(-load, next(ticket), [(load, [sample])]) for sample, load in enumerate(loads.tolist())]
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, _, sums, groups = heapq.heappop(heap)
-        _, _, other_sums, other_groups = heapq.heappop(heap)
-        sums = sums + other_sums[::-1]
-        groups = [group + other for group, other in zip(groups, reversed(other_groups), strict=True)]
-        order = np.argsort(-sums, kind="stable")
-        sums = sums[order] - sums[order[-1]]
-        heapq.heappush(heap, (-sums[0], next(ticket), sums, [groups[place] for place in order]))
+        _, _, buckets = heapq.heappop(heap)
+        _, _, others = heapq.heappop(heap)
+        num_shared = max(0, len(buckets) + len(others) - num_buckets)
+        place, other = len(buckets) - num_shared, len(others) - num_shared
+        pairs = zip(buckets[place:], reversed(others[other:]), strict=True)
+        joined = buckets[:place]
+        joined += [(load + more, samples + added) for (load, samples), (more, added) in pairs]
+        joined += reversed(others[:other])
+        joined.sort(key=lambda bucket: -bucket[0])
+        if len(joined) == num_buckets:
+            joined = [(load - joined[-1][0], samples) for load, samples in joined]
+        heapq.heappush(heap, (-joined[0][0], next(ticket), joined))
     bucket = np.empty(len(loads), dtype=np.int64)
-    for number, group in enumerate(heap[0][3]):
-        bucket[group] = number
+    for number, (_, samples) in enumerate(heap[0][2]):
+        bucket[samples] = number
     return bucket
