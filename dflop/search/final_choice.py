@@ -47,11 +47,10 @@ _NUM_BATCHES, _CLEARLY = 2, 0.01
 _MOST_STEPS, _NUM_FULLEST = 200, (4, 2)
 # So many plans that train the LLM alike are scheduled, if those before do not fit as they are.
 _MOST_ALIKE = 3
-# Plans with fewer recomputed layers are looked at beyond the last whose fullest batches fit at once, and scheduled.
-_MOST_FEWER, _MOST_SCHEDULED = 3, 2
 # Of so many of the fastest finalists fewer recomputed layers are looked for, where by prices they bring this part of
-# the step.
-_MOST_REFINED, _LEAST_GAIN = 4, 0.001
+# the step: as few as let the fullest batches fit at once. Of those that train the LLM as the fastest does up to so many
+# less are tried, which takes longer. The last so many of these plans are scheduled.
+_MOST_REFINED, _LEAST_GAIN, _MOST_FEWER, _MOST_SCHEDULED = 4, 0.001, 3, 2
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
@@ -138,8 +137,8 @@ class _Choice:
         scheduled = self._with_steps(finalists)
         if not scheduled:
             return None
-        best, chosen = self._fastest(scheduled)
-        candidates = [own for own in found.candidates if own is not best.candidate or own is chosen]
+        priced, chosen = self._fastest(scheduled)
+        candidates = [own for own in found.candidates if own is not priced or own is chosen]
         candidates += [] if chosen in candidates else [chosen]
         candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
         return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
@@ -163,17 +162,19 @@ class _Choice:
                 scheduled.append(_Finalist(candidate=other, step_s=step_s, is_expected=True))
         return scheduled
 
-    def _fastest(self, scheduled: list[_Finalist]) -> tuple[_Finalist, Candidate]:
-        """The fastest of the finalists once none recomputes a layer that its batches have room for, and its plan."""
-        best = min((own for own in scheduled if not own.is_expected), key=lambda own: own.step_s)
-        chosen, least_s = best.candidate, best.step_s
-        for finalist in sorted(scheduled, key=lambda own: own.step_s)[:_MOST_REFINED]:
-            if finalist.step_s > (1 + _CLEARLY) * best.step_s:
-                break
-            fewer = self._with_fewer_recomputed(finalist, least_s)
-            if fewer is not None:
-                (chosen, least_s), best = fewer, finalist
-        return best, chosen
+    def _fastest(self, scheduled: list[_Finalist]) -> tuple[Candidate, Candidate]:
+        """The fastest of the finalists once none recomputes a layer that its batches have room for: as it was, and as
+        it is then."""
+        best = was = min((own for own in scheduled if not own.is_expected), key=lambda own: own.step_s)
+        nearest = sorted(scheduled, key=lambda own: own.step_s)[:_MOST_REFINED]
+        nearest = [own for own in nearest if own.step_s <= (1 + _CLEARLY) * best.step_s]
+        for num_beyond in (0, _MOST_FEWER):
+            way = llm_way(best.candidate.plan) if num_beyond else None
+            for finalist in nearest:
+                if way is None or llm_way(finalist.candidate.plan) == way:
+                    fewer = self._with_fewer_recomputed(finalist, best.step_s, num_beyond)
+                    best, was = (fewer, finalist) if fewer else (best, was)
+        return was.candidate, best.candidate
 
     def _with_room(self, candidate: Candidate, best_s: np.ndarray | None) -> tuple[Candidate, np.ndarray | None]:
         """The candidate and its `steps_s`. If its batches do not fit into memory, it gets more recomputed layers until
@@ -194,9 +195,10 @@ class _Choice:
                 return roomy, self.steps_s(plan, best_s)
         return candidate, None
 
-    def _with_fewer_recomputed(self, finalist: _Finalist, best_s: float) -> tuple[Candidate, float] | None:
-        """The finalist with fewer recomputed layers and its mean step, if its scheduled batches then fit and take less
-        than `best_s`; None if not. Of large batches it is not tried."""
+    def _with_fewer_recomputed(self, finalist: _Finalist, best_s: float, num_beyond: int) -> _Finalist | None:
+        """The finalist with fewer recomputed layers, if its scheduled batches then fit and take less than `best_s`:
+        with as few as let the fullest batches fit at once, or up to `num_beyond` less. None if not. Of large batches it
+        is not tried."""
         plan = finalist.candidate.plan
         if self._pins_recomputed or self._is_large or not plan.checkpointing:
             return None
@@ -218,9 +220,10 @@ class _Choice:
                 return not scheduler.priced_by(pricer_of(plan, *self._about)).holds_quickly(fullest)
 
             num_fitting = bisect_left(plans, True, key=lacks_room)
-            if not may_be_faster(min(num_fitting + _MOST_FEWER, len(plans)) - 1):
+            last = min(num_fitting + num_beyond, len(plans))
+            if not last or not may_be_faster(last - 1):
                 return None
-            for plan in plans[num_fitting : num_fitting + _MOST_FEWER]:
+            for plan in plans[num_fitting:last]:
                 try:
                     scheduler.priced_by(pricer_of(plan, *self._about)).check(
                         _MOST_STEPS, _NUM_FULLEST[0], searches=False
@@ -235,7 +238,8 @@ class _Choice:
                     fewer = pricer.recomputing(plan).candidate()
                     bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
                     # In the search's groups some batches may not fit.
-                    return replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck), step_s
+                    fewer = replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
+                    return _Finalist(candidate=fewer, step_s=step_s)
         return None
 
     def _scheduled(self, plan: Plan) -> tuple[float, dict[str, float]]:

@@ -116,10 +116,8 @@ def refined(choice: final_choice._Choice, candidate: Candidate) -> Candidate:
     candidate, steps_s = choice._with_room(candidate, None)
     if steps_s is None:
         return candidate
-    step_s = float(steps_s.mean())
-    finalist = final_choice._Finalist(candidate=candidate, step_s=step_s)
-    fewer = choice._with_fewer_recomputed(finalist, step_s)
-    return fewer[0] if fewer else candidate
+    finalist = final_choice._Finalist(candidate=candidate, step_s=float(steps_s.mean()))
+    return choice._fastest([finalist])[1]
 
 
 def scheduled_s(
