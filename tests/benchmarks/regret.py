@@ -96,6 +96,8 @@ def regret(
     for number, candidate in enumerate(list(plans.values())[:most_plans]):
         if number:
             candidate = refined(choice, candidate)
+        if any(row["plan"] == str(candidate.plan) for row in rows):
+            continue
         usual_s, long_s = (
             scheduled_s(candidate.plan, config, spec, costs, samples, times) for times in (1, TIMES_TRIALS)
         )
