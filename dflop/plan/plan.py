@@ -93,6 +93,11 @@ class Plan:
         """The number of (LLM replica, microbatch) pairs of a step."""
         return self.grid("llm").dp * self.num_microbatches
 
+    @property
+    def offloads(self) -> bool:
+        """Whether a part of the plan waits in host memory."""
+        return self.offloads_optimizer or any(any(grid.offloaded) for grid in self.grids)
+
     def grid(self, module: str) -> Grid:
         """A module's grid.
 

@@ -133,7 +133,7 @@ class PlanPricer:
 
     def host_bytes(self) -> float:
         """Bytes of host memory that the fullest device's offloaded layers and optimiser state take."""
-        if not self.plan.offloads_optimizer and not any(any(grid.offloaded) for grid in self.plan.grids):
+        if not self.plan.offloads:
             return 0.0
         return max(self._pricer.host_bytes(*self._grouped(batch)) for batch in range(len(self._batches)))
 

@@ -8,7 +8,6 @@ import yaml
 from dflop.config import Config
 from dflop.costs import CostModel, launch_bound_load
 from dflop.models.loads import main_load
-from dflop.plan import Plan
 from dflop.search.baseline import TODAY, Baseline
 from dflop.search.best_first import FINALISTS_PERCENT, MORE_GIB, SearchResult, more_than
 from dflop.search.candidate import Candidate
@@ -96,7 +95,7 @@ def explain_choice(result: SearchResult, baselines: Sequence[Baseline], config: 
     best = result.best
     cluster = config.cluster
     bounded = "the bounds of all others are higher"
-    if any(map(_offloads, (candidate.plan for candidate in result.candidates))):
+    if any(candidate.plan.offloads for candidate in result.candidates):
         bounded = "what waits in host memory was tried in the fastest alone"
     lines = [
         f"{result.num_plans:,} plans for {cluster.num_devices} devices ({cluster.device_model}, {costs.source} costs), "
@@ -211,14 +210,9 @@ def _next_constraint(result: SearchResult, config: Config, costs: CostModel) -> 
         "gradient sync": "gradients on their way; a faster network, or a larger `train.global_batch_size`",
         "memory": "memory: with fewer layers recomputed this plan would not fit, nor anything as fast",
     }
-    if _offloads(best.plan):
+    if best.plan.offloads:
         ways["memory"] = "memory: with less offloaded or recomputed this plan would not fit"
     return f"bound by {ways.get(best.bottleneck, best.bottleneck + '; only faster or more devices shorten it')}"
-
-
-def _offloads(plan: Plan) -> bool:
-    """Whether a part of the plan waits in host memory."""
-    return plan.offloads_optimizer or any(grid.offloaded for grid in plan.grids)
 
 
 def _bound_by_launches(best: Candidate, costs: CostModel) -> str:

@@ -8,10 +8,10 @@ Where that one needs more recomputed layers to fit, and still is among the faste
 
 A plan is only chosen once the batches of the first steps fit, with more recomputed layers if need be. They may
 need more memory than the search's few. The price of a plan whose replicas share samples lets shares lie anywhere, and
-so may count too little of it. Scheduled batches may also need less than those that price a plan. So the fastest
-finalists, and plans that train the LLM as these do, are compared with no layer recomputed that scheduled batches have
-room for. Where no finalist is left, plans are searched again in which fewer replicas share samples, then as if
-devices had less memory.
+so may count too little of it. Where more layers raise the least price, plans that are priced close to the new one are
+finalists, too. Scheduled batches may also need less than those that price a plan. So a few of the fastest finalists,
+and plans that train the LLM as these do, are tried with fewer recomputed layers. Where no finalist is left, plans are
+searched again in which fewer replicas share samples, then as if devices had less memory.
 """
 
 from bisect import bisect_left
@@ -34,7 +34,7 @@ from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResu
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.cp_sizes import search_plans
 from dflop.search.grouped_batches import GroupedBatches
-from dflop.search.levels import with_fewer_recomputed, with_more_recomputed
+from dflop.search.levels import with_fewer_recomputed, with_more_recomputed, without_recomputed
 from dflop.search.space import is_cp_pinned
 from dflop.shapes import SampleShapes
 
@@ -45,12 +45,18 @@ __all__ = ["with_finalists_scheduled"]
 _NUM_BATCHES, _CLEARLY = 2, 0.01
 # The batches of so many steps have to fit; where replicas share samples so many of the fullest, and fewer large ones.
 _MOST_STEPS, _NUM_FULLEST = 200, (4, 2)
-# So many plans that train the LLM alike are scheduled, if those before do not fit as they are.
+# So many plans that train the LLM alike are looked at: scheduled if those before do not fit as they are, and tried with
+# fewer recomputed layers.
 _MOST_ALIKE = 3
-# Of so many of the fastest finalists fewer recomputed layers are looked for, where by prices they bring this part of
-# the step: as few as let the fullest batches fit at once. Of those that train the LLM as the fastest does up to so many
-# less are tried, which takes longer. The last so many of these plans are scheduled.
-_MOST_REFINED, _LEAST_GAIN, _MOST_FEWER, _MOST_SCHEDULED = 4, 0.001, 3, 2
+# So many of the fastest finalists are tried with fewer recomputed layers, if prices say that they bring this part of
+# the step.
+_MOST_TRIED, _LEAST_GAIN = 4, 0.001
+# Plans that train the LLM as the fastest does get up to so many layers fewer than let the fullest batches fit at once.
+_MOST_FEWER = 3
+# Of a plan with ever fewer recomputed layers, the last so many that fit are scheduled.
+_MOST_SCHEDULED = 2
+# A plan that needs more memory is worth naming if it takes less than this part of the chosen one's step.
+_WORTH_NAMING = 0.99
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
@@ -86,7 +92,7 @@ def with_finalists_scheduled(
 
 def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
     """Configs of further searches, where no finalist's batches fit."""
-    most = max(candidate.plan.grid("llm").cp for alike in _finalists(found) for candidate in alike)
+    most = max(candidate.plan.grid("llm").cp for alike in _finalists(found, found.best.step_s) for candidate in alike)
     sizes = [] if is_cp_pinned(config) else sorted({size for size in config.plan.cp_sizes if size < most})
     for number in range(len(sizes), 0, -1):
         yield with_value(config, "plan.cp_sizes", sizes[:number])
@@ -94,24 +100,33 @@ def _narrower(config: Config, found: SearchResult) -> Iterator[Config]:
         yield with_value(config, "cluster.memory_gib", part * config.cluster.memory_gib)
 
 
-def _finalists(found: SearchResult) -> list[list[Candidate]]:
-    """The plans with nearly the least price, those that train the LLM alike together, the ones with least price
-    first."""
+def _finalists(found: SearchResult, least_s: float) -> list[list[Candidate]]:
+    """The plans with prices of little more than `least_s`, those that train the LLM alike together, the ones with the
+    least price first."""
     by_way: dict[Hashable, list[Candidate]] = defaultdict(list)
     for candidate in found.candidates:
-        if candidate.step_s <= (1 + FINALISTS_PERCENT / 100) * found.best.step_s:
+        if candidate.step_s <= (1 + FINALISTS_PERCENT / 100) * least_s:
             by_way[llm_way(candidate.plan)].append(candidate)
     return list(by_way.values())[:NUM_FINALISTS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Finalist:
-    """A finalist with its mean step: of scheduled batches, or where `is_expected`, as much longer than that of a plan
-    that trains the LLM alike as it is priced."""
+    """A finalist with its steps: of scheduled batches, or where `is_expected`, as much longer than those of a plan that
+    trains the LLM alike as it is priced."""
 
     candidate: Candidate
-    step_s: float
+    steps_s: np.ndarray
     is_expected: bool = False
+
+    @property
+    def step_s(self) -> float:
+        return float(self.steps_s.mean())
+
+
+def _shortest(scheduled: list[_Finalist]) -> _Finalist:
+    """The one with the shortest steps of those that were scheduled."""
+    return min((own for own in scheduled if not own.is_expected), key=lambda own: own.step_s)
 
 
 class _Choice:
@@ -126,10 +141,11 @@ class _Choice:
 
     def among(self, found: SearchResult) -> SearchResult | None:
         """The result with its choice made; None where no finalist's batches fit."""
-        finalists, shares = _finalists(found), found.best.plan.grid("llm").cp > 1
+        fastest = found.candidates[0]
+        finalists, shares = _finalists(found, fastest.step_s), found.best.plan.grid("llm").cp > 1
         if self._is_large and not shares:
             finalists = finalists[:1]
-        may_recompute_less = not self._is_large and any(own.plan.checkpointing for own in finalists[0])
+        may_recompute_less = any(map(self._may_recompute_less, finalists[0][:_MOST_ALIKE]))
         if len(finalists) < 2 and not shares and not may_recompute_less:
             with suppress(UserError), self._scheduler(found.best.plan) as scheduler:
                 _require_fit(scheduler)
@@ -137,15 +153,33 @@ class _Choice:
         scheduled = self._with_steps(finalists)
         if not scheduled:
             return None
+        least_s = min(own.candidate.step_s for own in scheduled)
+        if least_s > fastest.step_s and not self._is_large:
+            ways = {llm_way(alike[0].plan) for alike in finalists}
+            others = [alike for alike in _finalists(found, least_s) if llm_way(alike[0].plan) not in ways]
+            finalists += others
+            scheduled += self._with_steps(others, _shortest(scheduled).steps_s)
         priced, chosen = self._fastest(scheduled)
         candidates = [own for own in found.candidates if own is not priced or own is chosen]
         candidates += [] if chosen in candidates else [chosen]
-        candidates = sorted(candidates, key=lambda candidate: candidate.step_s)
-        return replace(found, candidates=candidates, chosen=chosen, num_finalists=len(finalists))
+        larger, with_more = found.larger, None
+        if larger and larger.step_s >= _WORTH_NAMING * chosen.step_s:
+            larger = None
+        if found.with_more and without_recomputed(chosen.plan) == without_recomputed(fastest.plan):
+            with_more = found.with_more * fastest.step_s / chosen.step_s
+        return replace(
+            found,
+            candidates=sorted(candidates, key=lambda candidate: candidate.step_s),
+            chosen=chosen,
+            num_finalists=len(finalists),
+            larger=larger,
+            with_more=with_more if with_more and with_more < 1 else None,
+        )
 
-    def _with_steps(self, finalists: list[list[Candidate]]) -> list[_Finalist]:
-        """The finalists that hold their batches, with their steps."""
-        best_s, scheduled = None, []
+    def _with_steps(self, finalists: list[list[Candidate]], best_s: np.ndarray | None = None) -> list[_Finalist]:
+        """The finalists with their steps, without those whose batches are found not to fit. Where the step is clearly
+        longer than the best so far, at first `best_s`, not all batches are looked at."""
+        scheduled = []
         for alike in finalists:
             last, left = None, iter(alike[:_MOST_ALIKE])
             for candidate in left:
@@ -153,28 +187,33 @@ class _Choice:
                 if steps_s is None:
                     continue
                 best_s = steps_s if best_s is None or steps_s.mean() < best_s.mean() else best_s
-                last = _Finalist(candidate=roomy, step_s=float(steps_s.mean()))
+                last = _Finalist(candidate=roomy, steps_s=steps_s)
                 scheduled.append(last)
                 if roomy is candidate or steps_s.mean() > (1 + _CLEARLY) * best_s.mean():
                     break
             for other in left if last else ():
-                step_s = other.step_s / last.candidate.step_s * last.step_s
-                scheduled.append(_Finalist(candidate=other, step_s=step_s, is_expected=True))
+                steps_s = other.step_s / last.candidate.step_s * last.steps_s
+                scheduled.append(_Finalist(candidate=other, steps_s=steps_s, is_expected=True))
         return scheduled
 
     def _fastest(self, scheduled: list[_Finalist]) -> tuple[Candidate, Candidate]:
-        """The fastest of the finalists once none recomputes a layer that its batches have room for: as it was, and as
-        it is then."""
-        best = was = min((own for own in scheduled if not own.is_expected), key=lambda own: own.step_s)
-        nearest = sorted(scheduled, key=lambda own: own.step_s)[:_MOST_REFINED]
-        nearest = [own for own in nearest if own.step_s <= (1 + _CLEARLY) * best.step_s]
-        for num_beyond in (0, _MOST_FEWER):
-            way = llm_way(best.candidate.plan) if num_beyond else None
-            for finalist in nearest:
-                if way is None or llm_way(finalist.candidate.plan) == way:
-                    fewer = self._with_fewer_recomputed(finalist, best.step_s, num_beyond)
-                    best, was = (fewer, finalist) if fewer else (best, was)
+        """The fastest of the finalists, as it was found and with fewer recomputed layers if its batches have room."""
+        best = was = _shortest(scheduled)
+        nearest = [own for own in scheduled if self._may_recompute_less(own.candidate)]
+        nearest = sorted(nearest, key=lambda own: own.step_s)[:_MOST_TRIED]
+        for finalist in nearest:
+            fewer = self._with_fewer_recomputed(finalist, best.step_s, 0)
+            best, was = (fewer, finalist) if fewer else (best, was)
+        way = llm_way(best.candidate.plan)
+        for finalist in nearest:
+            if llm_way(finalist.candidate.plan) == way:
+                fewer = self._with_fewer_recomputed(finalist, best.step_s, _MOST_FEWER)
+                best, was = (fewer, finalist) if fewer else (best, was)
         return was.candidate, best.candidate
+
+    def _may_recompute_less(self, candidate: Candidate) -> bool:
+        """Whether a plan is tried with fewer recomputed layers, which takes too long with large batches."""
+        return candidate.plan.checkpointing and not self._pins_recomputed and not self._is_large
 
     def _with_room(self, candidate: Candidate, best_s: np.ndarray | None) -> tuple[Candidate, np.ndarray | None]:
         """The candidate and its `steps_s`. If its batches do not fit into memory, it gets more recomputed layers until
@@ -197,11 +236,8 @@ class _Choice:
 
     def _with_fewer_recomputed(self, finalist: _Finalist, best_s: float, num_beyond: int) -> _Finalist | None:
         """The finalist with fewer recomputed layers, if its scheduled batches then fit and take less than `best_s`:
-        with as few as let the fullest batches fit at once, or up to `num_beyond` less. None if not. Of large batches it
-        is not tried."""
+        with as few as let the fullest batches fit at once, or up to `num_beyond` less. None if not."""
         plan = finalist.candidate.plan
-        if self._pins_recomputed or self._is_large or not plan.checkpointing:
-            return None
         pricer = self._pricer(plan)
         how = {"spares_attention": pricer.spares_attention}
         plans = list(with_fewer_recomputed(plan, self._spec, self._trained, **how))
@@ -233,17 +269,17 @@ class _Choice:
                 num_fitting += 1
         for plan in reversed(plans[max(0, num_fitting - _MOST_SCHEDULED) : num_fitting]):
             with suppress(UserError):
-                step_s, memory_bytes = self._scheduled(plan)
-                if step_s < best_s:
+                steps_s, memory_bytes = self._scheduled(plan)
+                if steps_s.mean() < best_s:
                     fewer = pricer.recomputing(plan).candidate()
-                    bottleneck = "memory" if plan.checkpointing else fewer.bottleneck
+                    bottleneck = "memory" if plan.checkpointing or plan.offloads else fewer.bottleneck
                     # In the search's groups some batches may not fit.
                     fewer = replace(fewer, memory_bytes=memory_bytes, bottleneck=bottleneck)
-                    return _Finalist(candidate=fewer, step_s=step_s)
+                    return _Finalist(candidate=fewer, steps_s=steps_s)
         return None
 
-    def _scheduled(self, plan: Plan) -> tuple[float, dict[str, float]]:
-        """The mean step time of the scheduled batches, and by module the peak bytes of its fullest rank over them.
+    def _scheduled(self, plan: Plan) -> tuple[np.ndarray, dict[str, float]]:
+        """The step times of scheduled batches, [_NUM_BATCHES], and by module the peak bytes of its fullest rank.
 
         Raises:
             UserError: where the batches of the first steps do not fit into memory.
@@ -252,8 +288,8 @@ class _Choice:
             _require_fit(scheduler)
             schedules = [scheduler.schedule(step) for step in range(_NUM_BATCHES)]
             peaks = [scheduler.pricer.memory_bytes(own.shapes, own.assignment) for own in schedules]
-        step_s = float(np.mean([own.step_s for own in schedules]))
-        return step_s, {module: max(own[module] for own in peaks) for module in peaks[0]}
+        steps_s = np.array([own.step_s for own in schedules])
+        return steps_s, {module: max(own[module] for own in peaks) for module in peaks[0]}
 
     def _holds_all(self, plan: Plan) -> bool:
         """Whether the batches of the first steps fit into memory, as `_require_fit` says."""

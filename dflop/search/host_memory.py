@@ -156,7 +156,7 @@ class _Offloading:
         pricer = offloading(parts)
         if pricer.needed_bytes() > self._limit_bytes:
             pricer = self._enough.of(pricer)
-        if pricer is None or not (plan.offloads_optimizer or any(grid.offloaded for grid in pricer.plan.grids)):
+        if pricer is None or not pricer.plan.offloads:
             return None
         return replace(pricer.candidate(), bottleneck="memory")
 

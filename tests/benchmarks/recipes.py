@@ -6,8 +6,9 @@ A recipe has one pipeline stage, 1 to 12 microbatches, an LLM over one or two ra
 share nothing, the optimiser's state, all parameters, or these in groups of 2, 4, 8, ...; those of the encoder the same
 or the optimiser's state alone. Its batches are dealt by length, by Karmarkar and Karp's method, or by our sampler. Just
 enough layers are recomputed to hold the two batches that count: in a recipe's favour, as a chosen plan has to hold 200
-batches. The plans of the `--most` fastest recipes are scheduled as training would schedule them, too, which tells what
-the search's list lacks. FOLDER, the mixes and `--artifacts` are `regret.py`'s. All steps are predicted.
+batches. The plans of the `--most` fastest recipes are scheduled as training would schedule them, too, with more or
+fewer recomputed layers as the choice would have it, which tells what the search's list lacks. FOLDER, the mixes and
+`--artifacts` are `regret.py`'s. All steps are predicted.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import COLOCATED, Grid, Plan
 from dflop.schedule import GlobalBatches
-from dflop.search import leave_out_what_no_plan_holds, search_plans, with_finalists_scheduled
+from dflop.search import final_choice, leave_out_what_no_plan_holds, search_plans, with_finalists_scheduled
 from dflop.shapes import SampleShapes
 
 MOST_MICROBATCHES = 12
@@ -100,7 +101,9 @@ def compare(config: Config, spec: ModelSpec, costs: CostModel, samples: SampleSh
                 found.append((fmean(schedule.step_s for schedule in schedules), label, pricer.plan))
     print(f"    {num_recipes} recipes, {time.process_time() - started:.0f} s of a core", flush=True)
     found.sort(key=lambda row: row[0])
+    choice = final_choice._Choice(*about)
     for step_s, label, plan in found[:most]:
+        plan = regret.refined(choice, choice._pricer(plan).candidate()).plan
         ours_s = regret.scheduled_s(plan, *about, 1)
         print(
             f"    {step_s / chosen_s:.4f} {label}, {ours_s / chosen_s:.4f} as we schedule: {plan}",

@@ -1,6 +1,6 @@
 """Between plans that are priced alike the steps of scheduled batches decide."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from dflop.config import ScheduleConfig, restrict, with_value
 from dflop.schedule import BatchScheduler, GlobalBatches, Pricer
 from dflop.search import describe_choice, pricer_of, with_finalists_scheduled
 from dflop.search.final_choice import _finalists, _narrower
+from dflop.search.levels import with_fewer_recomputed
 
 
 def scheduled_s(candidate, config, spec, costs, samples) -> float:
@@ -103,6 +104,12 @@ def test_the_chosen_plan_recomputes_no_layer_that_its_scheduled_batches_have_roo
         if part > 1:
             assert not chosen.best.plan.checkpointing
             assert chosen.best.bottleneck != "memory"
+            continue
+        trained = config.model.trained.among(tiny_spec.modules)
+        fewer = next(with_fewer_recomputed(chosen.best.plan, tiny_spec, trained))
+        scheduler = scheduler.priced_by(pricer_of(fewer, config, tiny_spec, costs))
+        with pytest.raises(UserError, match="no assignment of the batch"):
+            scheduler.check(200, searches=False)
 
 
 def test_of_plans_that_train_the_llm_alike_another_is_chosen_if_it_is_faster_once_it_recomputes_less(
@@ -110,7 +117,8 @@ def test_of_plans_that_train_the_llm_alike_another_is_chosen_if_it_is_faster_onc
 ):
     config = make_config(4, 8)
     found = search(config)
-    alike = next(alike for alike in _finalists(found) if sum(not own.plan.checkpointing for own in alike) > 1)
+    groups = _finalists(found, found.candidates[0].step_s)
+    alike = next(alike for alike in groups if sum(not own.plan.checkpointing for own in alike) > 1)
     plain = [own for own in alike if not own.plan.checkpointing]
     faster, slower = sorted(plain, key=lambda own: scheduled_s(own, config, tiny_spec, costs, samples))[:2]
     again = replace(faster, plan=replace(faster.plan, checkpointing=True), steps_s=(1.001 * slower.step_s,))
@@ -121,6 +129,51 @@ def test_of_plans_that_train_the_llm_alike_another_is_chosen_if_it_is_faster_onc
     chosen = with_finalists_scheduled(both, config, tiny_spec, costs, samples)
     assert (chosen.best.plan, chosen.num_finalists) == (faster.plan, 1)
     assert slower in chosen.candidates
+
+
+def test_where_more_recomputed_layers_raise_the_least_price_plans_priced_close_to_it_are_finalists_too(
+    search, tiny_spec, costs, samples
+):
+    fastest = next(own for own in search(make_config(4, 8)).candidates if not own.plan.checkpointing)
+    config = make_config(4, 8, memory_gib=0.8 * max(fastest.memory_bytes.values()) / 2**30)
+    found = search(config)
+    chosen = with_finalists_scheduled(found, config, tiny_spec, costs, samples)
+    chosen_s = scheduled_s(chosen.best, config, tiny_spec, costs, samples)
+    batches, others = GlobalBatches(len(samples), 8, config.seed), []
+    for candidate in found.candidates:
+        pricer = pricer_of(candidate.plan, config, tiny_spec, costs)
+        scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)
+        with suppress(UserError):
+            scheduler.check(200, searches=False)
+            others.append(scheduled_s(candidate, config, tiny_spec, costs, samples))
+    assert others
+    assert chosen_s <= min(others)
+
+
+def test_a_plan_that_recomputes_is_tried_behind_four_that_do_not(search, tiny_spec, costs, samples):
+    config = make_config(4, 8)
+    found = search(config)
+    plain = [own for own in found.candidates if not own.plan.checkpointing]
+    by_steps = sorted(plain[:12], key=lambda own: scheduled_s(own, config, tiny_spec, costs, samples))
+    fastest, others = by_steps[0], by_steps[1:]
+    again = replace(fastest, plan=replace(fastest.plan, checkpointing=True))
+    steps_s = {id(own): scheduled_s(own, config, tiny_spec, costs, samples) for own in (again, *others)}
+    assert sum(steps_s[id(own)] < steps_s[id(again)] for own in others) >= 4
+    least_s = others[0].step_s
+    turned = [replace(own, steps_s=(least_s * (1 + number / 1000),)) for number, own in enumerate([*others, again])]
+    chosen = with_finalists_scheduled(replace(found, candidates=turned), config, tiny_spec, costs, samples)
+    assert chosen.best.plan == fastest.plan
+
+
+def test_what_more_memory_brings_is_told_of_the_chosen_plan(search, tiny_spec, costs, samples):
+    config = make_config(4, 8)
+    found = search(config)
+    plain = next(own for own in found.candidates if not own.plan.checkpointing)
+    again = replace(plain, plan=replace(plain.plan, checkpointing=True), steps_s=(1.3 * plain.step_s,))
+    alone = replace(found, candidates=[again], larger=plain, with_more=0.8)
+    chosen = with_finalists_scheduled(alone, config, tiny_spec, costs, samples)
+    assert chosen.best.plan == plain.plan
+    assert (chosen.larger, chosen.with_more) == (None, None)  # the larger one is chosen, and takes all there is to gain
 
 
 @pytest.fixture
