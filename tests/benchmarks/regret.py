@@ -118,8 +118,7 @@ def refined(choice: final_choice._Choice, candidate: Candidate) -> Candidate:
     candidate, steps_s = choice._with_room(candidate, None)
     if steps_s is None:
         return candidate
-    finalist = final_choice._Finalist(candidate=candidate, step_s=float(steps_s.mean()))
-    return choice._fastest([finalist])[1]
+    return choice._fastest([final_choice._Finalist(candidate=candidate, steps_s=steps_s)])[1]
 
 
 def scheduled_s(

@@ -141,6 +141,8 @@ def test_where_more_recomputed_layers_raise_the_least_price_plans_priced_close_t
     chosen_s = scheduled_s(chosen.best, config, tiny_spec, costs, samples)
     batches, others = GlobalBatches(len(samples), 8, config.seed), []
     for candidate in found.candidates:
+        if candidate.step_s > 1.03 * chosen.best.step_s:
+            break
         pricer = pricer_of(candidate.plan, config, tiny_spec, costs)
         scheduler = BatchScheduler(samples, pricer, batches, ScheduleConfig(policy="search"), config.seed)
         with suppress(UserError):
