@@ -38,7 +38,16 @@ from dflop.search.space import Splits, enumerate_space, plan_of
 from dflop.search.splits import balanced_splits
 from dflop.search.step_bounds import LowerBounds, lower_bounds
 
-__all__ = ["FINALISTS_PERCENT", "MORE_GIB", "NUM_FINALISTS", "SearchResult", "llm_way", "more_than", "search_with"]
+__all__ = [
+    "FINALISTS_PERCENT",
+    "MORE_GIB",
+    "NUM_FINALISTS",
+    "WORTH_IT",
+    "SearchResult",
+    "llm_way",
+    "more_than",
+    "search_with",
+]
 
 # What more memory is worth is told for so much of it.
 MORE_GIB = 10
@@ -53,7 +62,7 @@ NUM_FINALISTS, FINALISTS_PERCENT = 12, 3
 # them priced. In small spaces `_NUM_LARGER_OF_FEW` are priced, so that the one that needs least is rarely missed.
 _MOST_MISSES, _NUM_LARGER, _NUM_LARGER_OF_FEW = 4096, 64, 512
 # How many times as fast a plan must be to be worth more memory.
-_WORTH_IT = 1.01
+WORTH_IT = 1.01
 # Where no plan fits: for how many of those with the least bounds of memory the needed bytes are computed.
 _NUM_NEAREST = 256
 _PROGRESS_EVERY = 64
@@ -324,7 +333,7 @@ class _Search:
 
         Looked at are the fastest plan with fewer recomputed layers, and the rows nearest to fitting, which recompute
         none or all of their layers."""
-        step_s, num_priced = fastest.step_s / _WORTH_IT, 0
+        step_s, num_priced = fastest.step_s / WORTH_IT, 0
         fewer = self._enough.fewer(PlanPricer(fastest.plan, *self._about)) if fastest.plan.checkpointing else ()
         found = next((pricer for pricer in fewer if pricer.mean_step_s() < step_s), None)
         least_bytes = np.inf if found is None else found.needed_bytes()

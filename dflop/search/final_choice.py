@@ -30,7 +30,7 @@ from dflop.costs import CostModel
 from dflop.models import ModelSpec
 from dflop.plan import Plan
 from dflop.schedule import BatchScheduler, GlobalBatches
-from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult, llm_way
+from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, WORTH_IT, SearchResult, llm_way
 from dflop.search.candidate import Candidate, PlanPricer, pricer_of
 from dflop.search.cp_sizes import search_plans
 from dflop.search.grouped_batches import GroupedBatches
@@ -55,8 +55,6 @@ _MOST_TRIED, _LEAST_GAIN = 4, 0.001
 _MOST_FEWER = 3
 # Of a plan with ever fewer recomputed layers, the last so many that fit are scheduled.
 _MOST_SCHEDULED = 2
-# A plan that needs more memory is worth naming if it takes less than this part of the chosen one's step.
-_WORTH_NAMING = 0.99
 # A batch of more samples takes seconds to schedule: of the finalists only the one with the least price then counts, or
 # where replicas share samples, whose prices say less, one batch.
 _MOST_SAMPLES = 2048
@@ -125,7 +123,7 @@ class _Finalist:
 
 
 def _shortest(scheduled: list[_Finalist]) -> _Finalist:
-    """The one with the shortest steps of those that were scheduled."""
+    """The finalist whose scheduled batches take least."""
     return min((own for own in scheduled if not own.is_expected), key=lambda own: own.step_s)
 
 
@@ -163,7 +161,7 @@ class _Choice:
         candidates = [own for own in found.candidates if own is not priced or own is chosen]
         candidates += [] if chosen in candidates else [chosen]
         larger, with_more = found.larger, None
-        if larger and larger.step_s >= _WORTH_NAMING * chosen.step_s:
+        if larger and WORTH_IT * larger.step_s >= chosen.step_s:
             larger = None
         if found.with_more and without_recomputed(chosen.plan) == without_recomputed(fastest.plan):
             with_more = found.with_more * fastest.step_s / chosen.step_s
@@ -239,12 +237,12 @@ class _Choice:
         with as few as let the fullest batches fit at once, or up to `num_beyond` less. None if not."""
         plan = finalist.candidate.plan
         pricer = self._pricer(plan)
-        how = {"spares_attention": pricer.spares_attention}
+        priced_s, how = pricer.mean_step_s(), {"spares_attention": pricer.spares_attention}
         plans = list(with_fewer_recomputed(plan, self._spec, self._trained, **how))
 
         def may_be_faster(number: int) -> bool:
             """Whether the plan would be clearly the fastest, if it is as much faster than this finalist as priced."""
-            ratio = pricer.recomputing(plans[number]).mean_step_s() / pricer.mean_step_s()
+            ratio = pricer.recomputing(plans[number]).mean_step_s() / priced_s
             return ratio * finalist.step_s < (1 - _LEAST_GAIN) * best_s
 
         if not may_be_faster(-1):

@@ -28,7 +28,7 @@ from dflop.plan import Plan
 from dflop.plan.layout_key import LayoutKey
 from dflop.plan.leaving import most_hidden
 from dflop.schedule import loads_of, to_host_bytes_per_s
-from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, SearchResult
+from dflop.search.best_first import FINALISTS_PERCENT, NUM_FINALISTS, WORTH_IT, SearchResult
 from dflop.search.candidate import Candidate, PlanPricer
 from dflop.search.grouped_batches import GroupedBatches
 from dflop.search.levels import without_recomputed
@@ -90,7 +90,7 @@ def search_offloading(
     if not candidates or (found and candidates[0] is found.candidates[0]):
         return found
     like = found or results[0]
-    larger = like.larger if found and like.larger and like.larger.step_s < 0.99 * candidates[0].step_s else None
+    larger = like.larger if found and like.larger and WORTH_IT * like.larger.step_s < candidates[0].step_s else None
     return replace(like, candidates=candidates, num_priced=num_priced, larger=larger, with_more=None)
 
 

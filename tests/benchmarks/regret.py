@@ -2,7 +2,8 @@
 
     python tests/benchmarks/regret.py --shapes FOLDER [--only llava_ov_7b] [--devices 64] [--mixes ordinary pictures]
 
-For each mix, the plans that the search prices within `--within` of its fastest are scheduled on the same two batches.
+For each mix, the plans that the search prices within `--within` of its fastest are scheduled on the same two batches,
+each with more or fewer recomputed layers as the choice would have it.
 The regret is the chosen plan's step over the shortest of them. Also printed: how much shorter than its price each plan
 is scheduled, i.e. whether prices order plans as schedules do. FOLDER and the costs are `planner.py`'s; costs take most
 of the time, so `--artifacts` keeps them for the next run. `results/benchmarks/regret.json` has every plan. All steps

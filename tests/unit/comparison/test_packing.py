@@ -58,6 +58,10 @@ def test_differencing_packs_everything_and_is_never_worse_than_the_largest_and_a
     assert sums.max() <= loads.sum() / num_buckets + loads.max() + 1e-9
 
 
+def test_differencing_gives_each_sample_a_bucket_where_there_are_enough():
+    assert len(set(differencing(np.array([5.0, 5.0, 1.0]), 7).tolist())) == 3
+
+
 def test_differencing_finds_what_the_longest_first_do_not():
     loads = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
     assert sums_of(loads, differencing(loads, 2), 2).max() == 16

@@ -168,14 +168,18 @@ def test_a_plan_that_recomputes_is_tried_behind_four_that_do_not(search, tiny_sp
 
 
 def test_what_more_memory_brings_is_told_of_the_chosen_plan(search, tiny_spec, costs, samples):
-    config = make_config(4, 8)
-    found = search(config)
+    found = search(make_config(4, 8))
     plain = next(own for own in found.candidates if not own.plan.checkpointing)
     again = replace(plain, plan=replace(plain.plan, checkpointing=True), steps_s=(1.3 * plain.step_s,))
-    alone = replace(found, candidates=[again], larger=plain, with_more=0.8)
-    chosen = with_finalists_scheduled(alone, config, tiny_spec, costs, samples)
+    alone = replace(found, candidates=[again], larger=plain, with_more=1 / 1.3)
+    chosen = with_finalists_scheduled(alone, make_config(4, 8), tiny_spec, costs, samples)
     assert chosen.best.plan == plain.plan
-    assert (chosen.larger, chosen.with_more) == (None, None)  # the larger one is chosen, and takes all there is to gain
+    assert (chosen.larger, chosen.with_more) == (None, None)  # the larger one is chosen, and more is not to be had
+    tight = make_config(4, 8, memory_gib=0.9 * max(plain.memory_bytes.values()) / 2**30)
+    chosen = with_finalists_scheduled(alone, tight, tiny_spec, costs, samples)
+    assert plain.step_s < chosen.best.step_s < again.step_s
+    assert chosen.larger is plain
+    assert chosen.with_more == pytest.approx(plain.step_s / chosen.best.step_s)
 
 
 @pytest.fixture
